@@ -1,0 +1,27 @@
+"""Gradient all-reduce: what DistributedDataParallel does, as an algorithm like any other."""
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_distopt.algorithms.base import GradientExchange
+
+__all__ = ["GradientAllReduce"]
+
+
+class GradientAllReduce(GradientExchange):
+    """Every rank uses the mean gradient, g = 1/W sum_r g_r, at full precision.
+
+    Sends 2 (W - 1) / W * 4N bytes per rank and update (float32, N trainable elements). Replicas stay equal. The
+    reference for all others, and the right choice where the network does not limit training.
+
+    Args:
+        hierarchical: average inside the node first, then between nodes; "auto" when there are several nodes with
+            several ranks each.
+        average: use the mean over ranks; else the sum.
+    """
+
+    name = "gradient_allreduce"
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        return self.exchange(bucket, codec=None)
