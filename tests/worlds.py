@@ -1,8 +1,8 @@
 """The two ways to make ranks for a test.
 
 :func:`run_ranks` makes threads, for the mathematics. :func:`launch` makes processes, for everything that
-Lightning or the operating system keeps once per process: a Trainer, environment variables, signals, exit codes.
-Both give real gloo groups, return what each rank returned, raise the first rank's error, and never hang.
+Lightning or the operating system keeps once per process: a Trainer, environment variables, signals, exit
+codes. Both give real gloo groups, return what each rank returned, raise the first error, and never hang.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ class WorldError(RuntimeError):
 def run_ranks(fn, size, *, timeout=30):
     """Run ``fn(rank, process_group)`` on ``size`` ranks, each a thread of this process.
 
-    Inside ``fn`` the default group exists and ``dist.new_group`` works. The ranks share the process: they must
-    not use the global random generator, nor a Trainer, nor collectives from a thread of their own.
+    Inside ``fn`` the default group exists and ``dist.new_group`` works. The ranks share the process: use no
+    global random generator, no Trainer, no collectives from a further thread.
 
     Args:
         fn: any callable; closures are fine.
@@ -111,8 +111,8 @@ def run_ranks(fn, size, *, timeout=30):
 def _clear_frames(error):
     """Drop the local variables of all frames that an error went through.
 
-    A gloo group closes its connections when the last reference goes, not before. Until then, peers that wait for this
-    rank do not see that it is gone.
+    A gloo group closes its connections when the last reference goes, not before. Until then, peers that wait
+    for this rank do not see that it is gone.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -277,7 +277,7 @@ _PRELOAD = [
 
 
 def _forkserver():
-    """Return the multiprocessing context. The server starts with the first rank, and ends with this process."""
+    """Return the multiprocessing context. Its server lives from the first rank to the end of this process."""
     context = multiprocessing.get_context("forkserver")
     # A module that raises in the server would end it without a word: here the error is seen.
     for name in _PRELOAD:
