@@ -40,6 +40,14 @@ class WorldError(RuntimeError):
     """A world of ranks ended without an exception of its own to raise: a rank hung, or died."""
 
 
+def _init_group(store, rank, size, timeout):
+    """Make the default group."""
+    group_timeout = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=group_timeout)
+    # A rank that has nothing to do could end while others still connect to it.
+    dist.barrier()
+
+
 # -- threads -------------------------------------------------------------------------------------------------
 
 
@@ -67,8 +75,7 @@ def run_ranks(fn, size, *, timeout=30):
 
     def rank_main(rank):
         try:
-            group_timeout = timedelta(seconds=timeout)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=group_timeout)
+            _init_group(store, rank, size, timeout)
             results[rank] = fn(rank, dist.group.WORLD)
         except BaseException as error:
             errors.append((rank, error))
@@ -86,7 +93,7 @@ def run_ranks(fn, size, *, timeout=30):
     with _one_world_per_thread():
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + timeout + 2  # a collective that waits for too long may raise first
+        deadline = time.monotonic() + timeout + 1  # a collective that waits for too long may raise first
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -337,9 +344,7 @@ def _process_main(rank, size, directory, timeout, task):
         for action, message, category, module, line in filters:
             warnings.filterwarnings(action, message, category, module, line)
         if init_group:
-            store = dist.FileStore(str(Path(directory, "store")), size)
-            group_timeout = timedelta(seconds=timeout)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=group_timeout)
+            _init_group(dist.FileStore(str(Path(directory, "store")), size), rank, size, timeout)
         outcome.result = fn(rank, *args)
         outcome._ended_at = time.monotonic()
         _write_outcome(outcome, directory)
