@@ -564,7 +564,9 @@ class CompressedMean:
     Every rank, the owner of a chunk included, ends with the decoded bytes, so all ranks end with the same values.
     """
 
-    def __init__(self, flat: Tensor, group: Group, codec: Codec, average: bool = True) -> None:
+    def __init__(
+        self, flat: Tensor, group: Group, codec: Codec, average: bool = True, error: Tensor | None = None
+    ) -> None:
         """Plan the exchange; nothing is sent yet.
 
         Args:
@@ -572,14 +574,17 @@ class CompressedMean:
             group: the ranks that take part.
             codec: how values become bytes.
             average: the mean over ranks; else the sum.
+            error: error feedback, 1-D like ``flat``: what this rank's codes lost in earlier exchanges. It is added to
+                what this one sends, and replaced by what this one loses. A single rank loses nothing.
         """
         self.flat = flat
+        self._error = error
         self._group = group
         self._codec = codec
         self._alpha = 1 / group.size if average else 1.0
-        chunk = -(-flat.numel() // group.size)
-        self._chunk_bytes = codec.encoded_bytes(chunk, flat.dtype)
-        self._chunks = [flat[min(k * chunk, flat.numel()) : (k + 1) * chunk] for k in range(group.size)]
+        self._chunk_numel = -(-flat.numel() // group.size)
+        self._chunk_bytes = codec.encoded_bytes(self._chunk_numel, flat.dtype)
+        self._chunks = [self._chunk(flat, k) for k in range(group.size)]
 
     def scatter(self) -> None:
         """Stage 1: encode, and start sending chunk k to rank k."""
@@ -588,8 +593,11 @@ class CompressedMean:
         num_bytes = self._chunk_bytes * self._group.size
         self._sent = self._group.borrow(num_bytes, self.flat.device)
         self._received = self._group.borrow(num_bytes, self.flat.device)
-        for chunk, piece in zip(self._chunks, self._pieces(self._sent), strict=True):
-            self._codec.encode(chunk, self._of(chunk, piece))
+        if self._error is not None:
+            self._error.copy_(self.flat.add_(self._error))
+        for k, piece in enumerate(self._pieces(self._sent)):
+            self._codec.encode(self._chunks[k], self._of(self._chunks[k], piece))
+            self._take_from_error(k, piece, 1.0)
         self._pending = self._group.all_to_all(self._received, self._sent)
 
     def gather(self) -> None:
@@ -602,6 +610,10 @@ class CompressedMean:
             self._codec.decode(self._of(own, piece), own, alpha=self._alpha, add=k > 0)
         mean = self._sent[: self._chunk_bytes]
         self._codec.encode(own, self._of(own, mean))
+        if self._error is not None:
+            # In the next mean this rank's part counts alpha times.
+            self._chunk(self._error, self._group.rank).add_(own, alpha=1 / self._alpha)
+            self._take_from_error(self._group.rank, mean, 1 / self._alpha)
         self._pending = self._group.all_gather(self._received, mean)
 
     def finish(self) -> Tensor:
@@ -614,6 +626,14 @@ class CompressedMean:
         self._group.give_back(self._sent)
         self._group.give_back(self._received)
         return self.flat
+
+    def _chunk(self, flat: Tensor, k: int) -> Tensor:
+        return flat[min(k * self._chunk_numel, flat.numel()) : (k + 1) * self._chunk_numel]
+
+    def _take_from_error(self, k: int, piece: Tensor, factor: float) -> None:
+        if self._error is not None:
+            chunk = self._chunk(self._error, k)
+            self._codec.decode(self._of(chunk, piece), chunk, alpha=-factor, add=True)
 
     def _pieces(self, buffer: Tensor) -> Iterable[Tensor]:
         return buffer.split(self._chunk_bytes)

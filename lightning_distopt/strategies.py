@@ -354,7 +354,7 @@ class DistOptBaguaStrategy(DistOptStrategy):
 
 def register_strategies() -> None:
     """Put the strategy names into Lightning's registry. Harmless when repeated."""
-    names = {f"distopt_bagua_{name}": name for name in ALGORITHMS}
+    names = {cls.strategy_prefix + name: name for name, cls in ALGORITHMS.items()}
     for registered, algorithm in {"distopt_bagua": "gradient_allreduce", **names}.items():
         StrategyRegistry.register(
             registered, DistOptBaguaStrategy, description=ALGORITHMS[algorithm].__name__, override=True,

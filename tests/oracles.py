@@ -52,6 +52,18 @@ def quantise(values: Tensor) -> Tensor:
     return (low + codes * (high - low) / 255).to(values.dtype)
 
 
+def quantise_blocks(values: Tensor, compression: str) -> Tensor:
+    """Round values as float16, or in blocks of 256 to multiples of the block's largest over 127 or 7."""
+    if compression == "fp16":
+        return values.half().to(values.dtype)
+    levels = {"int8": 127, "int4": 7}[compression]
+    pieces = []
+    for block in values.double().split(256):
+        scale = block.abs().max() / levels if block.numel() else 1.0
+        pieces.append(((block / scale).round() * scale if scale > 0 else block).to(values.dtype))
+    return torch.cat(pieces)
+
+
 def compressed_mean(tensors: list[Tensor]) -> Tensor:
     """Each rank's chunk k is quantised, rank k averages them and quantises the mean. One rank sends nothing."""
     size = len(tensors)
@@ -141,12 +153,108 @@ class LowPrecisionDecentralized(Decentralized):
         return self.replicas
 
 
+class LocalSGD(Oracle):
+    def gradients(self, gradients: list[Tensor], step: int) -> list[Tensor]:
+        return [mean(gradients)] * self.size if step < self.options.get("warmup_steps", 0) else gradients
+
+    def after(self, weights: list[Tensor], step: int) -> list[Tensor]:
+        since = step + 1 - self.options.get("warmup_steps", 0)
+        return [mean(weights)] * self.size if since >= 0 and since % self.options["period"] == 0 else weights
+
+    def finish(self, weights: list[Tensor]) -> list[Tensor]:
+        return [mean(weights)] * self.size
+
+
+class DiLoCo(LocalSGD):
+    """The option ``elements`` says which elements each fragment has; by default the first one has all."""
+
+    def before(self, weights: list[Tensor], step: int) -> list[Tensor]:
+        if step == self.options.get("warmup_steps", 0):
+            self.outer, self.momentum = weights[0].clone(), torch.zeros_like(weights[0])
+            self.errors = [torch.zeros_like(w) for w in weights]
+            self.fragments = self.options.get("elements", [torch.arange(weights[0].numel())])
+            self.under_way = None
+        return weights
+
+    def after(self, weights: list[Tensor], step: int) -> list[Tensor]:
+        period, num_fragments = self.options["period"], self.options.get("num_fragments", 1)
+        since = step + 1 - self.options.get("warmup_steps", 0)
+        if since <= 0:
+            return weights
+        weights = self.apply(weights, step)
+        for k, elements in enumerate(self.fragments):
+            if since % period == (k + 1) * period // num_fragments % period:
+                starts = [w[elements].clone() for w in weights]
+                gradient = self.exchange([self.outer[elements] - start for start in starts], elements)
+                self.under_way = (step + self.options.get("overlap_steps", 0), elements, starts, gradient)
+        return self.apply(weights, step)
+
+    def apply(self, weights: list[Tensor], step: int) -> list[Tensor]:
+        if self.under_way is None or self.under_way[0] > step:
+            return weights
+        _, elements, starts, gradient = self.under_way
+        self.under_way = None
+        weights = [w.clone() for w in weights]
+        lr, beta = self.options.get("outer_lr", 1.0), self.options.get("outer_momentum", 0.6)
+        momentum = beta * self.momentum[elements] + gradient
+        change = gradient + beta * momentum if self.options.get("nesterov", True) else momentum
+        self.momentum[elements] = momentum
+        self.outer[elements] -= lr * change
+        for w, start in zip(weights, starts, strict=True):
+            w[elements] += self.outer[elements] - start
+        return weights
+
+    def exchange(self, values: list[Tensor], elements: Tensor) -> Tensor:
+        compression = self.options.get("compression", "int8")
+        if compression == "none" or self.size == 1:
+            return mean(values)
+        values = [v + error[elements] for v, error in zip(values, self.errors, strict=True)]
+        losses = [torch.zeros_like(v) for v in values]
+        result = torch.zeros_like(values[0])
+        chunk = -(-elements.numel() // self.size)
+        for owner in range(self.size):
+            own = slice(owner * chunk, (owner + 1) * chunk)
+            received = [quantise_blocks(v[own], compression) for v in values]
+            result[own] = quantise_blocks(mean(received), compression)
+            for loss, value, code in zip(losses, values, received, strict=True):
+                loss[own] = value[own] - code
+            losses[owner][own] += self.size * (mean(received) - result[own])
+        for error, loss in zip(self.errors, losses, strict=True):
+            error[elements] = loss
+        return result
+
+    def finish(self, weights: list[Tensor]) -> list[Tensor]:
+        return super().finish(self.apply(weights, 10**9))
+
+
+class AsyncModelAverage(Oracle):
+    """Interval 0: every round comes back within one update. Another interval: it never passes."""
+
+    def gradients(self, gradients: list[Tensor], step: int) -> list[Tensor]:
+        self.warming_up = step < self.options.get("warmup_steps", 0)
+        return [mean(gradients)] * self.size if self.warming_up else gradients
+
+    def after(self, weights: list[Tensor], step: int) -> list[Tensor]:
+        if self.warming_up or self.options["sync_interval_ms"] > 0:
+            return weights
+        if step > self.options.get("warmup_steps", 0):
+            weights = [w + mean(self.snapshots) - snapshot for w, snapshot in zip(weights, self.snapshots, strict=True)]
+        self.snapshots = weights
+        return weights
+
+    def finish(self, weights: list[Tensor]) -> list[Tensor]:
+        return [mean(weights)] * self.size
+
+
 ORACLES: dict[str, type[Oracle]] = {
     "gradient_allreduce": GradientAllReduce,
     "bytegrad": ByteGrad,
     "qadam": QAdam,
     "decentralized": Decentralized,
     "low_precision_decentralized": LowPrecisionDecentralized,
+    "async": AsyncModelAverage,
+    "local_sgd": LocalSGD,
+    "diloco": DiLoCo,
 }
 
 

@@ -26,6 +26,17 @@ CASES: list[tuple[str, dict]] = [
     ("decentralized", {"peer_selection_mode": "shift_one", "communication_interval": 2}),
     ("low_precision_decentralized", {}),
     ("low_precision_decentralized", {"communication_interval": 2}),
+    # When a round comes back is chance, so here none starts; test_async_average.py has the rounds.
+    ("async", {"sync_interval_ms": 3_600_000}),
+    ("async", {"sync_interval_ms": 3_600_000, "warmup_steps": 4}),
+    ("local_sgd", {"period": 2}),
+    ("local_sgd", {"period": 3, "warmup_steps": 2}),
+    ("diloco", {"period": 2}),
+    ("diloco", {"period": 1, "compression": "none", "outer_lr": 0.7, "outer_momentum": 0.9}),
+    ("diloco", {"period": 2, "compression": "fp16", "nesterov": False, "warmup_steps": 1}),
+    ("diloco", {"period": 2, "compression": "int4", "overlap_steps": 1, "outer_device": "cpu"}),
+    ("diloco", {"period": 4, "overlap_steps": 3, "outer_momentum": 0.0}),
+    ("diloco", {"period": 4, "num_fragments": 2, "overlap_steps": 2}),
 ]
 SIZES = (1, 2, 3, 4)
 WORLDS = [

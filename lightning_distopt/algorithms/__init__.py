@@ -5,17 +5,22 @@ import inspect
 from typing import Any
 
 from lightning_distopt.algorithms.allreduce import GradientAllReduce
+from lightning_distopt.algorithms.async_average import AsyncModelAverage
 from lightning_distopt.algorithms.base import Algorithm, WeightExchange
 from lightning_distopt.algorithms.bytegrad import ByteGrad
 from lightning_distopt.algorithms.decentralized import Decentralized, LowPrecisionDecentralized
+from lightning_distopt.algorithms.local_sgd import DiLoCo, LocalSGD
 from lightning_distopt.algorithms.qadam import QAdam, QAdamOptimizer
 
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "AsyncModelAverage",
     "ByteGrad",
     "Decentralized",
+    "DiLoCo",
     "GradientAllReduce",
+    "LocalSGD",
     "LowPrecisionDecentralized",
     "QAdam",
     "QAdamOptimizer",
@@ -29,6 +34,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "qadam": QAdam,
     "decentralized": Decentralized,
     "low_precision_decentralized": LowPrecisionDecentralized,
+    "async": AsyncModelAverage,
+    "local_sgd": LocalSGD,
+    "diloco": DiLoCo,
 }
 
 
