@@ -48,6 +48,7 @@ class Algorithm:
 
     Attributes:
         name: what users write, for instance "bytegrad".
+        strategy_prefix: its strategy is registered as this and its name.
         exchanges: "gradients" (through a DDP hook) or "weights" (without DDP).
         replicas_equal: whether all ranks hold the same weights after every update.
         bucket_cap_mb: MiB per DDP bucket; None for DDP's default.
@@ -55,6 +56,7 @@ class Algorithm:
     """
 
     name: ClassVar[str]
+    strategy_prefix: ClassVar[str] = "distopt_bagua_"
     exchanges: ClassVar[Literal["gradients", "weights"]] = "gradients"
     replicas_equal: ClassVar[bool] = True
     bucket_cap_mb: ClassVar[float | None] = None
