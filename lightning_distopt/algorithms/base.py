@@ -356,9 +356,15 @@ class BucketHook:
     def __init__(self, ddp: DistributedDataParallel, algorithm: Algorithm) -> None:
         """Register with DDP; once per DDP object, before its first backward."""
         self.complete = True
+        self._settling = False
         stream = torch.cuda.Stream(ddp.device) if ddp.device.type == "cuda" else None
 
         def hook(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            if state._settling:
+                untouched = bucket.buffer()
+                future: Future[Tensor] = Future(devices=None if stream is None else [untouched.device])
+                future.set_result(untouched)
+                return future
             state.complete = bucket.is_last()
             if stream is None:
                 return algorithm.reduce(bucket)
@@ -369,3 +375,31 @@ class BucketHook:
 
         # DDP reads the hook's annotations: they must be these very classes, not strings.
         ddp.register_comm_hook(self, hook)
+        self._settle_buckets(ddp)
+
+    def _settle_buckets(self, ddp: DistributedDataParallel) -> None:
+        """Let DDP lay out its buckets for good, by a backward pass of zeros that exchanges nothing.
+
+        DDP lays them out anew after its first backward pass, in the order in which gradients came. The layout
+        decides about the last bits of a mean that is quantised, or summed over three ranks or more: a resumed
+        run, whose first update has the first layout again, would differ from one that never stopped.
+        """
+        sparse = any(getattr(module, "sparse", False) for module in ddp.modules())
+        if ddp.find_unused_parameters or ddp.static_graph or sparse:
+            # DDP keeps its first layout; must see no other graph than the model's; expects a sparse gradient.
+            return
+        parameters = [p for p in ddp.module.parameters() if p.requires_grad]
+        gradients = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        self._settling = True
+        try:
+            ddp.reducer.prepare_for_backward([])
+            total = torch.zeros((), device=ddp.device)
+            for p in parameters:  # the last used is the first to get its gradient, as in the usual model
+                total = total + p.flatten()[:1].sum().real.to(ddp.device, torch.float32)
+            torch.autograd.backward(0 * total)
+        finally:
+            self._settling = False
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
