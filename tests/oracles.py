@@ -74,8 +74,10 @@ def compressed_mean(tensors: list[Tensor]) -> Tensor:
     return torch.cat([quantise(mean(piece)) for piece in pieces])
 
 
-def on_two_levels(tensors: list[Tensor], options: dict, exchange: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-    """Average in each node of ``options["local_size"]`` ranks (default 1), exchange between nodes, hand out in the node."""
+def on_two_levels(
+    tensors: list[Tensor], options: dict, exchange: Callable[[list[Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    """Average in each node of ``options["local_size"]`` ranks, exchange between nodes, hand out in the node."""
     local_size = options.get("local_size", 1)
     nodes = exchange([mean(tensors[r : r + local_size]) for r in range(0, len(tensors), local_size)])
     return [node for node in nodes for _ in range(local_size)]
@@ -149,7 +151,8 @@ class LowPrecisionDecentralized(Decentralized):
     def exchange(self, weights: list[Tensor], t: int) -> list[Tensor]:
         old = self.replicas
         neighbours = [(old[r - 1] + old[(r + 1) % len(old)]) / 3 for r in range(len(old))]
-        self.replicas = [y + quantise(x + n - 5 / 3 * y) for x, n, y in zip(weights, neighbours, old, strict=True)]
+        differences = [x + n - 5 / 3 * y for x, n, y in zip(weights, neighbours, old, strict=True)]
+        self.replicas = [y + quantise(d) for y, d in zip(old, differences, strict=True)]
         return self.replicas
 
 
