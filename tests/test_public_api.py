@@ -42,11 +42,17 @@ def layer_of(name):
 def imports_of(path):
     """Yield the dotted names that a file of the package imports, wherever in the file.
 
-    The module-level ``__getattr__`` is left out: there a module passes on names of a higher layer when asked.
+    Left out are a module-level ``__getattr__``, where a module passes on names of a higher layer when asked,
+    and blocks for type checkers.
     """
     tree = ast.parse(path.read_text())
-    body = [node for node in tree.body if getattr(node, "name", None) != "__getattr__"]
-    for node in ast.walk(ast.Module(body, [])):
+
+    def runs(node):
+        if isinstance(node, ast.If):
+            return ast.unparse(node.test) != "TYPE_CHECKING"
+        return getattr(node, "name", None) != "__getattr__"
+
+    for node in ast.walk(ast.Module([node for node in tree.body if runs(node)], [])):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
