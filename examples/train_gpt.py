@@ -127,9 +127,7 @@ class GPT(pl.LightningModule):
 class TopicsData(pl.LightningDataModule):
     """Python's own help texts, ``pydoc_data.topics``: 90 % for training, 10 % for validation."""
 
-    def __init__(
-        self, *, context: int = 64, batch_size: int = 8, val_windows: int = 256, seed: int = 0
-    ) -> None:
+    def __init__(self, *, context: int = 64, batch_size: int = 8, val_windows: int = 256, seed: int = 0) -> None:
         """Configure; reads nothing.
 
         Args:

@@ -4,6 +4,7 @@ Importing this package registers its strategies: ``Trainer(strategy="distopt_bag
 """
 
 from lightning_distopt.algorithms import QAdamOptimizer
+from lightning_distopt.callbacks import CommMonitor, InitTorch, MasterOnlyCallback, PeriodicModelSync
 from lightning_distopt.strategies import (
     DistOptBaguaStrategy,
     DistOptDDPStrategy,
@@ -11,7 +12,16 @@ from lightning_distopt.strategies import (
     register_strategies,
 )
 
-__all__ = ["DistOptBaguaStrategy", "DistOptDDPStrategy", "DistOptStrategy", "QAdamOptimizer"]
+__all__ = [
+    "CommMonitor",
+    "DistOptBaguaStrategy",
+    "DistOptDDPStrategy",
+    "DistOptStrategy",
+    "InitTorch",
+    "MasterOnlyCallback",
+    "PeriodicModelSync",
+    "QAdamOptimizer",
+]
 __version__ = "0.1.0"
 
 register_strategies()

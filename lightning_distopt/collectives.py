@@ -1,8 +1,9 @@
 """What goes over the wire: collectives on flat buffers, counted where they are sent.
 
 A :class:`Group` wraps one ``torch.distributed`` process group. Every byte that this package sends passes one of its
-methods, and is counted there in a :class:`Traffic`, with the time in which this rank stood still for an exchange. On top of it stand :class:`FlatLayout` (many tensors as one buffer, and back) and
-:class:`CompressedMean` (the mean of one flat tensor over all ranks, sent in encoded form).
+methods, and is counted there in a :class:`Traffic`, with the time in which this rank stood still for an exchange. On
+top of it stand :class:`FlatLayout` (many tensors as one buffer, and back), :class:`Mean` and :class:`CompressedMean`
+(the mean of one flat tensor over all ranks) and :class:`NodeMean` (the same on two levels).
 
 All collectives must be called by every rank of the group in the same order, from one thread at a time: two threads on
 one gloo group give silently wrong sums. Tensors must be 1-D and contiguous: on other strides gloo is silently wrong and
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_distopt.quantize import Codec
+from lightning_distopt.quantize import ALIGNMENT, Codec
 
 __all__ = [
     "CompressedMean",
@@ -175,7 +176,9 @@ class Group:
             The new group that this rank is part of, or None.
         """
         mine: Group | None = None
-        world = list(range(self.size)) if self.process_group is None else dist.get_process_group_ranks(self.process_group)
+        world = (
+            list(range(self.size)) if self.process_group is None else dist.get_process_group_ranks(self.process_group)
+        )
         for ranks in members:
             one = len(ranks) == 1
             made = None if one else dist.new_group([world[r] for r in ranks], timeout=self.timeout)
@@ -264,7 +267,8 @@ class Group:
                 for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
                 for tag, (peer, tensor) in enumerate(messages)
             ]
-            return dist.batch_isend_irecv(operations)
+            works: list[dist.Work] = dist.batch_isend_irecv(operations)
+            return works
 
         tensors = [tensor for _, tensor in (*sends, *receives)]
         return self._start("exchange with its peers", sum(_num_bytes(tensor) for _, tensor in sends), start, *tensors)
@@ -340,9 +344,7 @@ class Group:
             f"rank {self.rank} lost {lost} in {self.traffic.label}'s {what} at step {self.traffic.step}: {reason}"
         )
 
-    def _start(
-        self, what: str, num_bytes: int, start: Callable[[], Sequence[dist.Work]], *tensors: Tensor
-    ) -> Pending:
+    def _start(self, what: str, num_bytes: int, start: Callable[[], Sequence[dist.Work]], *tensors: Tensor) -> Pending:
         check_collective_allowed(f"{self.traffic.label}'s {what}")
         for tensor in tensors:
             if tensor.is_sparse:
@@ -425,9 +427,7 @@ class FlatLayout:
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return, for each tensor in the order given, its piece of the buffers in its shape."""
         pieces = {
-            id(tensor): view
-            for part, views in self._paired(buffers)
-            for tensor, view in zip(part, views, strict=True)
+            id(tensor): view for part, views in self._paired(buffers) for tensor, view in zip(part, views, strict=True)
         }
         return [pieces[id(tensor)] for tensor in self.tensors]
 
@@ -512,7 +512,9 @@ class Hierarchy:
                 stacklevel=2,
             )
         if setting is True and several and not regular:
-            raise ValueError(f"hierarchical=True needs equal nodes, got {group.size} ranks, {group.local_size} per node")
+            raise ValueError(
+                f"hierarchical=True needs equal nodes, got {group.size} ranks, {group.local_size} per node"
+            )
         return Hierarchy(group) if setting and several and regular else None
 
 
@@ -590,15 +592,14 @@ class CompressedMean:
         """Stage 1: encode, and start sending chunk k to rank k."""
         if self._group.size == 1:
             return
-        num_bytes = self._chunk_bytes * self._group.size
-        self._sent = self._group.borrow(num_bytes, self.flat.device)
-        self._received = self._group.borrow(num_bytes, self.flat.device)
+        self._codes = self._group.borrow(self._chunk_bytes * self._group.size, self.flat.device)
         if self._error is not None:
             self._error.copy_(self.flat.add_(self._error))
-        for k, piece in enumerate(self._pieces(self._sent)):
+        for k, piece in enumerate(self._pieces(self._codes)):
             self._codec.encode(self._chunks[k], self._of(self._chunks[k], piece))
             self._take_from_error(k, piece, 1.0)
-        self._pending = self._group.all_to_all(self._received, self._sent)
+        self._received = self._room_in_flat()
+        self._pending = self._group.all_to_all(self._received, self._codes)
 
     def gather(self) -> None:
         """Stage 2: average the own chunk, encode the mean, and start gathering all means."""
@@ -608,24 +609,48 @@ class CompressedMean:
         own = self._chunks[self._group.rank]
         for k, piece in enumerate(self._pieces(self._received)):
             self._codec.decode(self._of(own, piece), own, alpha=self._alpha, add=k > 0)
-        mean = self._sent[: self._chunk_bytes]
+        if not self._shares_memory(self._received):
+            self._group.give_back(self._received)
+        # All sends are done, so the same buffer takes the means; the own one is encoded into its place there.
+        mean = self._codes[self._group.rank * self._chunk_bytes :][: self._chunk_bytes]
         self._codec.encode(own, self._of(own, mean))
         if self._error is not None:
             # In the next mean this rank's part counts alpha times.
             self._chunk(self._error, self._group.rank).add_(own, alpha=1 / self._alpha)
             self._take_from_error(self._group.rank, mean, 1 / self._alpha)
-        self._pending = self._group.all_gather(self._received, mean)
+        self._pending = self._group.all_gather(self._codes, mean)
 
     def finish(self) -> Tensor:
         """Stage 3: decode the means into ``flat``, and return it. A single rank's tensor comes back untouched."""
         if self._group.size == 1:
             return self.flat
         self._pending.wait()
-        for chunk, piece in zip(self._chunks, self._pieces(self._received), strict=True):
+        for chunk, piece in zip(self._chunks, self._pieces(self._codes), strict=True):
             self._codec.decode(self._of(chunk, piece), chunk)
-        self._group.give_back(self._sent)
-        self._group.give_back(self._received)
+        self._group.give_back(self._codes)
         return self.flat
+
+    def _room_in_flat(self) -> Tensor:
+        """Return bytes for what this rank receives: in ``flat`` itself where they fit beside its own chunk.
+
+        Once encoded, the values are not needed any more. What is received there is decoded into the own chunk, and only
+        then are the other chunks written.
+        """
+        num_bytes = self._codes.numel()
+        size = self.flat.element_size()
+        first = min(self._group.rank * self._chunk_numel, self.flat.numel()) * size
+        last = first + self._chunks[self._group.rank].numel() * size
+        offset = self.flat.storage_offset() * size
+        for start, end in (
+            (-offset % ALIGNMENT, first),
+            (last + -(offset + last) % ALIGNMENT, self.flat.numel() * size),
+        ):
+            if end - start >= num_bytes:
+                return self.flat.view(torch.uint8)[start : start + num_bytes]
+        return self._group.borrow(num_bytes, self.flat.device)
+
+    def _shares_memory(self, buffer: Tensor) -> bool:
+        return buffer.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     def _chunk(self, flat: Tensor, k: int) -> Tensor:
         return flat[min(k * self._chunk_numel, flat.numel()) : (k + 1) * self._chunk_numel]
@@ -636,7 +661,7 @@ class CompressedMean:
             self._codec.decode(self._of(chunk, piece), chunk, alpha=-factor, add=True)
 
     def _pieces(self, buffer: Tensor) -> Iterable[Tensor]:
-        return buffer.split(self._chunk_bytes)
+        return buffer.view(self._group.size, -1).unbind()
 
     def _of(self, chunk: Tensor, piece: Tensor) -> Tensor:
         # The last chunks may be shorter than the others, or empty.

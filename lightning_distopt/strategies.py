@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -20,11 +20,12 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_distopt.algorithms import ALGORITHMS, Algorithm, make_algorithm
 from lightning_distopt.algorithms.base import BucketHook
-from lightning_distopt.collectives import DEFAULT_TIMEOUT, Group, Traffic
+from lightning_distopt.collectives import DEFAULT_TIMEOUT, Group, Traffic, check_collective_allowed
 from lightning_distopt.distributed import mean_of_replicas_, sync_model
 
 __all__ = ["DistOptBaguaStrategy", "DistOptDDPStrategy", "DistOptStrategy", "register_strategies"]
 
+T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _DDP_ARGUMENTS = [
@@ -85,7 +86,7 @@ class DistOptStrategy(DDPStrategy):
             raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
         if ddp_kwargs and self.algorithm.exchanges == "weights":
             raise ValueError(
-                f"{', '.join(ddp_kwargs)} would have no effect: {self.algorithm.name} exchanges weights and does not use "
+                f"{', '.join(ddp_kwargs)} would have no effect: {self.algorithm.name} exchanges weights, without "
                 "DistributedDataParallel. Remove it."
             )
         if self.algorithm.bucket_cap_mb is not None:
@@ -124,6 +125,11 @@ class DistOptStrategy(DDPStrategy):
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent for the algorithm since the strategy was made."""
         return self._traffic.bytes_sent
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks that exchange; None before the first fit."""
+        return self._group
 
     @property
     def algorithms(self) -> list[Algorithm]:
@@ -216,8 +222,8 @@ class DistOptStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self._hook is not None and not self._backward_seen and not self.lightning_module.automatic_optimization:
             raise RuntimeError(
-                "optimizer.step() before any self.manual_backward(loss): a plain loss.backward() leaves every rank with "
-                "its own gradients. Call self.manual_backward(loss) in training_step."
+                "optimizer.step() before any self.manual_backward(loss): a plain loss.backward() leaves every rank "
+                "with its own gradients. Call self.manual_backward(loss) in training_step."
             )
 
         def closure_and_exchange() -> Any:
@@ -262,6 +268,26 @@ class DistOptStrategy(DDPStrategy):
             self._restore_replica()
             self._restore_replica = None
 
+    # -- collectives of the strategy, refused where only the master runs ---------------------------------------------
+
+    def reduce(
+        self, tensor: torch.Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> torch.Tensor:
+        check_collective_allowed("strategy.reduce")
+        return super().reduce(tensor, group, reduce_op)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        check_collective_allowed("strategy.barrier")
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        check_collective_allowed("strategy.broadcast")
+        return super().broadcast(obj, src)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        check_collective_allowed("strategy.all_gather")
+        return super().all_gather(tensor, group, sync_grads)
+
     # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _algorithm_group(self) -> Group:
@@ -284,8 +310,8 @@ class DistOptStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if not self.algorithm.loss_scaling and getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
-                f"{self.algorithm.name} keeps moments of the gradients, which a loss scaler multiplies by a factor that "
-                "changes. Use precision='bf16-mixed' instead of '16-mixed'."
+                f"{self.algorithm.name} keeps moments of the gradients, which a loss scaler multiplies by a changing "
+                "factor. Use precision='bf16-mixed' instead of '16-mixed'."
             )
         if self.algorithm.exchanges == "gradients":
             self._bound = [(optimizer, self.algorithm) for optimizer in self.optimizers[:1]]
@@ -297,7 +323,10 @@ class DistOptStrategy(DDPStrategy):
                         "Use gradient_allreduce, or another optimizer."
                     )
             first, *others = self.optimizers
-            self._bound = [(first, self.algorithm), *((optimizer, copy.deepcopy(self.algorithm)) for optimizer in others)]
+            self._bound = [
+                (first, self.algorithm),
+                *((optimizer, copy.deepcopy(self.algorithm)) for optimizer in others),
+            ]
         for optimizer, algorithm in self._bound:
             own = self.optimizers if algorithm.exchanges == "gradients" else [optimizer]
             algorithm.setup(self.lightning_module, own, self._group)

@@ -31,9 +31,7 @@ def nothing_leaks():
     threads = set(threading.enumerate())
     yield
     leaks = []
-    changed = {
-        name for name in {*environ, *os.environ} - _MAY_CHANGE if environ.get(name) != os.environ.get(name)
-    }
+    changed = {name for name in {*environ, *os.environ} - _MAY_CHANGE if environ.get(name) != os.environ.get(name)}
     if changed:
         leaks.append(f"environment variables {sorted(changed)}")
         os.environ.clear()

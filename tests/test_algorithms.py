@@ -39,6 +39,7 @@ CASES: list[tuple[str, dict]] = [
     ("diloco", {"period": 4, "num_fragments": 2, "overlap_steps": 2}),
 ]
 SIZES = (1, 2, 3, 4)
+ROUNDING = 4e-6  # of float32 against the oracle's float64, for gradients around 10 and six updates
 WORLDS = [
     (name, options, size)
     for name, options in CASES
@@ -118,13 +119,11 @@ def test_equals_its_oracle(name, options, size):
         return [*history, run.weights()]
 
     actual = run_ranks(train, size)
-    expected = oracle_training(
-        ORACLES[name](size, **options), OneWeight(), make_optimizer(name, options), loss, STEPS
-    )
+    expected = oracle_training(ORACLES[name](size, **options), OneWeight(), make_optimizer(name, options), loss, STEPS)
 
     for step in range(STEPS + 1):
         for rank in range(size):
-            torch.testing.assert_close(actual[rank][step], expected[step][rank], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(actual[rank][step], expected[step][rank], rtol=1e-5, atol=ROUNDING)
 
 
 @pytest.mark.parametrize(("name", "options", "size"), WORLDS, ids=str)

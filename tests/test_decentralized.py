@@ -464,9 +464,7 @@ def stumbling_rank(rank, name, options, seed):
     for step in range(4):
         run.update(step)
         replicas = run.algorithm.state_dict().get("replicas", {})
-        prints.append(
-            {side: fingerprint(t[side] for t in replicas.values()) for side in ("own", "left", "right")}
-        )
+        prints.append({side: fingerprint(t[side] for t in replicas.values()) for side in ("own", "left", "right")})
     run.algorithm.finish()
     return prints, fingerprint(p.detach() for p in run.module.parameters())
 
@@ -523,11 +521,7 @@ def peak_memory(rank, name, options):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("name", "options", "size", "copies"),
-    [
-        (name, options, size, 1 if name == "decentralized" else 3)
-        for name, options in ALGORITHMS
-        for size in (2, 4)
-    ],
+    [(name, options, size, 1 if name == "decentralized" else 3) for name, options in ALGORITHMS for size in (2, 4)],
     ids=str,
 )
 def test_memory_is_what_it_says(name, options, size, copies):

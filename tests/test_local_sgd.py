@@ -439,9 +439,7 @@ def test_parameters_without_a_gradient_take_part():
 # -- parameters that come and go -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"overlap_steps": 2}, {"num_fragments": 2, "overlap_steps": 1}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"overlap_steps": 2}, {"num_fragments": 2, "overlap_steps": 1}], ids=str)
 def test_parameters_may_be_unfrozen_and_frozen_in_mid_run(options):
     """Replicas agree after the next round, on late parameters too; what stays keeps its outer state."""
 

@@ -65,9 +65,7 @@ def imports_of(path):
                 yield module
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
-)
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_one_way(path):
     """A module imports from lower layers only, and the lower half of the package works without Lightning."""
     name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -83,9 +81,7 @@ def test_imports_go_one_way(path):
 
             assert is_lower or (other == name == "algorithms"), f"{name} imports {imported}"
         if name in WITHOUT_LIGHTNING:
-            assert root not in {"lightning", "lightning_fabric", "pytorch_lightning"}, (
-                f"{name} imports {imported}"
-            )
+            assert root not in {"lightning", "lightning_fabric", "pytorch_lightning"}, f"{name} imports {imported}"
 
 
 def test_all_names_what_the_package_shows():

@@ -193,9 +193,7 @@ def test_weights_keep_moving_under_a_constant_gradient(size):
     constant = {"a": torch.linspace(0.5, 2.0, 11)}
 
     def train(rank, process_group):
-        run = Run(
-            process_group, Weights(a=11), lambda m: QAdamOptimizer(m.parameters(), lr=0.01, warmup_steps=5)
-        )
+        run = Run(process_group, Weights(a=11), lambda m: QAdamOptimizer(m.parameters(), lr=0.01, warmup_steps=5))
         history = [run.weights()]
         for _ in range(60):
             run.update(constant)
@@ -270,9 +268,7 @@ def test_clipping_acts_on_the_gradient_then_on_the_momentum():
     """In warm-up clipping bounds the mean gradient, afterwards the averaged first moment."""
 
     def train(rank, process_group):
-        run = Run(
-            process_group, Weights(a=2), lambda m: QAdamOptimizer(m.parameters(), lr=0.01, warmup_steps=2)
-        )
+        run = Run(process_group, Weights(a=2), lambda m: QAdamOptimizer(m.parameters(), lr=0.01, warmup_steps=2))
         norms = []
         for _ in range(6):
             run.update({"a": torch.tensor([3.0, 4.0])}, clip=1.0)
@@ -539,9 +535,7 @@ def test_two_exchanges_before_one_update_are_refused():
         run.optimizers[0].step()
         run.backward(random(4, a=9))
         run.backward(random(5, a=9))
-        with pytest.raises(
-            RuntimeError, match=r"twice since the last update.*no_sync.*accumulate_grad_batches"
-        ):
+        with pytest.raises(RuntimeError, match=r"twice since the last update.*no_sync.*accumulate_grad_batches"):
             run.optimizers[0].step()
         return True
 
@@ -630,9 +624,7 @@ def test_checkpoint_past_warmup_goes_on_exactly():
             for step in range(stop):
                 run.update(gradients(step))
             file = io.BytesIO()
-            torch.save(
-                (run.module.state_dict(), run.optimizers[0].state_dict(), run.algorithm.state_dict()), file
-            )
+            torch.save((run.module.state_dict(), run.optimizers[0].state_dict(), run.algorithm.state_dict()), file)
             file.seek(0)
             module, optimizer, algorithm = torch.load(file, weights_only=True)
             run = make(process_group)
@@ -676,9 +668,7 @@ def test_pickled_and_copied_optimizers_go_on():
     [
         lambda ps: torch.optim.Adam(ps, lr=0.02, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1),
         lambda ps: torch.optim.AdamW(ps, lr=0.02, weight_decay=0.3),
-        lambda ps: torch.optim.Adam(
-            [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(ps)], foreach=True
-        ),
+        lambda ps: torch.optim.Adam([{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(ps)], foreach=True),
     ],
     ids=["Adam", "AdamW", "groups"],
 )
@@ -777,9 +767,7 @@ class Unquantisable(nn.Module):
         self.table = nn.Embedding(4, 2, sparse=kind == "sparse")
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"), [("complex", "'phase'.*complex"), ("sparse", "'table.weight'.*sparse")]
-)
+@pytest.mark.parametrize(("kind", "message"), [("complex", "'phase'.*complex"), ("sparse", "'table.weight'.*sparse")])
 def test_complex_and_sparse_parameters_are_refused(kind, message):
     """Setup refuses by name what cannot be quantised."""
     module = Unquantisable(kind)
@@ -844,10 +832,7 @@ class TwoOptimizers(ManualRegression):
     """Two optimizers that take turns, in manual optimization."""
 
     def configure_optimizers(self):
-        return [
-            QAdamOptimizer(layer.parameters(), lr=0.01, warmup_steps=3)
-            for layer in (self.net[0], self.net[2])
-        ]
+        return [QAdamOptimizer(layer.parameters(), lr=0.01, warmup_steps=3) for layer in (self.net[0], self.net[2])]
 
     def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():

@@ -64,9 +64,7 @@ class AsyncModelAverage(WeightExchange):
         self.sync_interval_ms = check_int("sync_interval_ms", sync_interval_ms, minimum=0)
         self.warmup_steps = check_int("warmup_steps", warmup_steps, minimum=0)
 
-    def setup(
-        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group
-    ) -> None:
+    def setup(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group) -> None:
         self.teardown()
         super().setup(module, optimizers, group)
         self._rounds = _group_for_rounds(group)

@@ -4,7 +4,7 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -125,7 +125,7 @@ class Algorithm:
 class GradientExchange(Algorithm):
     """Base of the algorithms that replace every bucket of gradients by its mean over ranks.
 
-    In bucket i's hook its first exchange starts, the second one of bucket i - 1 starts, and bucket i - 2 completes: so
+    In bucket i's hook bucket i - 2 completes, bucket i's first exchange starts, and the second one of bucket i - 1: so
     encoding, both exchanges and backward overlap without a thread, and collectives match on all ranks, since all are
     issued in bucket order from the thread that runs backward.
 
@@ -153,7 +153,9 @@ class GradientExchange(Algorithm):
         """
 
         def between(flat: Tensor, group: Group) -> Mean | CompressedMean:
-            return Mean(flat, group, self.average) if codec is None else CompressedMean(flat, group, codec, self.average)
+            return (
+                Mean(flat, group, self.average) if codec is None else CompressedMean(flat, group, codec, self.average)
+            )
 
         if bucket.index() == 0:
             self._under_way: deque[tuple[Mean | CompressedMean | NodeMean, Future[Tensor]]] = deque()
@@ -164,12 +166,12 @@ class GradientExchange(Algorithm):
         else:
             mean = NodeMean(flat, self._hierarchy, between, self.average)
         future: Future[Tensor] = Future(devices=[flat.device] if flat.device.type == "cuda" else None)
+        if len(self._under_way) > 1:
+            self._complete_oldest()  # first, so that no more than two buckets are held in encoded form
         mean.scatter()
         self._under_way.append((mean, future))
         if len(self._under_way) > 1:
             self._under_way[-2][0].gather()
-        if len(self._under_way) > 2:
-            self._complete_oldest()
         if bucket.is_last():
             mean.gather()
             while self._under_way:
@@ -338,7 +340,7 @@ def check_number(name: str, value: object, minimum: float, below: float = math.i
 def check_hierarchical(value: object) -> bool | Literal["auto"]:
     """Return ``value`` if it is True, False or "auto", else raise ValueError."""
     if value is True or value is False or value == "auto":
-        return cast('bool | Literal["auto"]', value)
+        return value
     raise ValueError(f"hierarchical must be True, False or 'auto', got {value!r}")
 
 

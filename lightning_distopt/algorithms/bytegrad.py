@@ -26,7 +26,7 @@ class ByteGrad(GradientExchange):
 
     Source: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021, arXiv:2107.01499,
     section 3 (centralized low-precision synchronous).
-    Differs from Bagua: codes are exact at both ends of the range and for constant chunks (Bagua adds 1e-7 to the range).
+    Differs from Bagua: constant chunks stay exact, and small ranges keep their levels (Bagua adds 1e-7 to the range).
 
     Args:
         hierarchical: average exactly inside the node first, then quantised between nodes; "auto" when there are

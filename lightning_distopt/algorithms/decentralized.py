@@ -75,9 +75,7 @@ class Decentralized(WeightExchange):
         self.peer_selection_mode = peer_selection_mode
         self.communication_interval = check_int("communication_interval", communication_interval, 1)
 
-    def setup(
-        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group
-    ) -> None:
+    def setup(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group) -> None:
         self._hierarchy = Hierarchy.of(group, self.hierarchical)
         self._peers = self._peers_by_exchange(group)
         super().setup(module, optimizers, group)
@@ -146,10 +144,7 @@ class Decentralized(WeightExchange):
                 f"got {len(ranks)} (W = {group.size} ranks, hierarchical={self.hierarchical!r}). "
                 "Use peer_selection_mode='all'."
             )
-        return [
-            group.subgroup([[ranks[r], ranks[half + (t + r) % half]] for r in range(half)])
-            for t in range(half)
-        ]
+        return [group.subgroup([[ranks[r], ranks[half + (t + r) % half]] for r in range(half)]) for t in range(half)]
 
     def _mean(self, flat: Tensor, peers: Group | None) -> Mean | NodeMean:
         def between(flat: Tensor, leaders: Group) -> Mean:
@@ -213,15 +208,11 @@ class LowPrecisionDecentralized(WeightExchange):
 
     name = "low_precision_decentralized"
 
-    def __init__(
-        self, hierarchical: bool | Literal["auto"] = "auto", communication_interval: int = 1
-    ) -> None:
+    def __init__(self, hierarchical: bool | Literal["auto"] = "auto", communication_interval: int = 1) -> None:
         self.hierarchical = check_hierarchical(hierarchical)
         self.communication_interval = check_int("communication_interval", communication_interval, 1)
 
-    def setup(
-        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group
-    ) -> None:
+    def setup(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group) -> None:
         self._hierarchy = Hierarchy.of(group, self.hierarchical)
         self._ring = group if self._hierarchy is None else self._hierarchy.leaders
         self._codec = MinMaxUInt8()

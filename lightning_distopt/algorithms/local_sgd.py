@@ -169,9 +169,7 @@ class DiLoCo(WeightExchange):
                 f"before the next one starts; got {overlap_steps}"
             )
 
-    def setup(
-        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group
-    ) -> None:
+    def setup(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group) -> None:
         self.teardown()
         super().setup(module, optimizers, group)
 

@@ -63,9 +63,7 @@ class QAdam(GradientExchange):
         """Configure; opens nothing."""
         super().__init__(hierarchical)
 
-    def setup(
-        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group
-    ) -> None:
+    def setup(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group) -> None:
         """Start a fit.
 
         Raises:
@@ -140,7 +138,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             quantised nor clipped.
     """
 
-    def __init__(  # noqa: PLR0917 - Bagua's signature
+    def __init__(
         self,
         params: ParamsT,
         lr: float = 1e-3,

@@ -1,0 +1,371 @@
+"""Tensors as few bytes, and back. Pure functions of tensors: no group, no state.
+
+A :class:`Codec` turns a 1-D floating tensor of known numel into a known number of bytes:
+
+=================  =======================  ===========================================================
+codec              bytes per float32 value  largest error of one value
+=================  =======================  ===========================================================
+NoCompression      4                        none
+Float16            2                        2^-11 of the value; beyond 65504 it becomes infinite
+MinMaxUInt8        1                        1/510 of the difference between the tensor's max and min
+BlockInt8          1.004                    1/254 of the largest absolute value in its block of 1024
+BlockInt4          0.504                    1/14 of the largest absolute value in its block of 1024
+=================  =======================  ===========================================================
+
+What holds for all of them:
+
+- Finite values decode to finite values (Float16: up to 65504). Where a value is infinite or NaN, all values
+  that share a scale with it decode to infinities or NaNs, never to wrong finite numbers: a gradient scaler
+  sees it.
+- The same bytes decode to the same values on every machine, so that replicas stay equal. For this reason
+  products and sums are separate operations: fused, they would round differently on another processor.
+- The code is the same for CPU and CUDA, and never makes the host wait for the GPU.
+
+On the CPU a tensor is worked on in pieces that stay in a core's cache, in one small buffer: operations on the
+whole tensor would carry every intermediate result to main memory and back, which takes several times as long.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["BlockInt4", "BlockInt8", "Codec", "Float16", "MinMaxUInt8", "NoCompression"]
+
+ALIGNMENT = 8  # bytes
+PIECE_NUMEL = 2**16  # 256 KB of float32 fit a level 2 cache, and take longer than the start of an operation
+
+
+class Codec(ABC):
+    """How the values of a 1-D tensor become bytes. Codecs are small, immutable and picklable."""
+
+    @abstractmethod
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return how many bytes a tensor takes.
+
+        Args:
+            numel: number of values; may be 0.
+            dtype: of the values.
+
+        Returns:
+            A multiple of 8, so that encoded tensors laid one behind the other stay aligned.
+
+        Raises:
+            TypeError: ``dtype`` is not float16, bfloat16, float32 or float64.
+        """
+
+    @abstractmethod
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Write ``values`` as bytes.
+
+        Args:
+            values: 1-D, contiguous, floating; may be empty.
+            out: 1-D uint8, contiguous, of exactly ``encoded_bytes``, aligned to 8 bytes. Every byte of it is
+                written.
+        """
+
+    @abstractmethod
+    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, add: bool = False) -> None:
+        """Set ``out`` to ``alpha`` times the decoded values, or add that to it.
+
+        Args:
+            codes: what :meth:`encode` wrote for a tensor with the numel and dtype of ``out``.
+            out: 1-D, contiguous; changed in place.
+            alpha: factor.
+            add: add to what ``out`` holds, so that the mean of many tensors needs no second full-size tensor.
+        """
+
+
+@dataclass(frozen=True)
+class NoCompression(Codec):
+    """The values as they are."""
+
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """All bytes of the values."""
+        _work_dtype(dtype)
+        return _aligned(numel * dtype.itemsize)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Copy."""
+        _encode_as(values.dtype, values, out)
+
+    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, add: bool = False) -> None:
+        """Copy, or multiply and add."""
+        _decode_as(out.dtype, codes, out, alpha, add)
+
+
+@dataclass(frozen=True)
+class Float16(Codec):
+    """IEEE half precision: 11 significant bits. Values beyond 65504 become infinite, below 3e-8 zero."""
+
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Two per value."""
+        _work_dtype(dtype)
+        return _aligned(2 * numel)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Round to the nearest half-precision number."""
+        _encode_as(torch.float16, values, out)
+
+    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, add: bool = False) -> None:
+        """Widen, multiply and add."""
+        _decode_as(torch.float16, codes, out, alpha, add)
+
+
+@dataclass(frozen=True)
+class MinMaxUInt8(Codec):
+    """Each value goes to the nearest of 256 levels, equally spaced between the tensor's smallest and largest.
+
+    With lo and hi the smallest and the largest value::
+
+        level = (hi - lo) / 255,   q = round((v - lo) / level) in 0..255,   v' = lo + q * level
+
+    The same is written around the middle, mid = lo + (hi - lo) / 2, where no step can overflow, and with
+    signed codes c = q - 128, since torch converts floats to int8 about nine times as fast as to uint8::
+
+        c = floor((v - mid) / level) in -128..127,   v' = mid + (c + 1/2) * level
+
+    Layout: mid and level (float32; float64 for float64 values), then c as one byte per value. A tensor of
+    equal values has level 0 and comes back exactly. If a value is not finite, neither is the level, and so no
+    decoded value is.
+
+    Source: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021,
+    arXiv:2107.01499. Differs from Bagua: Bagua rounds v * 255 / (hi - lo + 1e-7), which is too coarse for
+    ranges around 1e-7 and below, and inexact where the range is small beside the values.
+    """
+
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """One per value, and two scales."""
+        return _aligned(2 * _work_dtype(dtype).itemsize + numel)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Find the range in a first pass, write codes in a second one."""
+        dtype = _work_dtype(values.dtype)
+        header, codes = _sections(out, 2, dtype)
+        if values.numel() == 0:
+            out.zero_()
+            return
+        out[-ALIGNMENT:].zero_()  # padding
+        low, high = (extreme.to(dtype) for extreme in torch.aminmax(values))
+        half = high / 2 - low / 2
+        mid = low + half
+        # A hair more than 127.5, so that no decoded value is rounded beyond the largest float. The smallest
+        # normal number still has a finite reciprocal.
+        level = (half / 127.5001).clamp_(min=torch.finfo(dtype).tiny)
+        torch.stack([mid, level * (high > low)], out=header)
+        levels_per_unit = level.reciprocal()
+        for piece, piece_codes, work in _pieces(values, codes, dtype):
+            work.copy_(piece).sub_(mid).mul_(levels_per_unit).floor_()
+            # Where the range is a few float steps wide, mid is rounded by many levels, and codes would wrap.
+            piece_codes.copy_(work.clamp_(-128, 127))
+
+    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, add: bool = False) -> None:
+        """One pass."""
+        dtype = _work_dtype(out.dtype)
+        header, values = _sections(codes, 2, dtype)
+        mid, level = (header * alpha).unbind()
+        for piece, piece_codes, work in _pieces(out, values, dtype, in_place=not add):
+            _store(work.copy_(piece_codes).add_(0.5).mul_(level).add_(mid), piece, add)
+
+
+@dataclass(frozen=True)
+class _Block(Codec):
+    """Every block of consecutive values goes to whole multiples of a fraction of its largest absolute value.
+
+    With p the largest absolute value in the block, and n the largest code::
+
+        c = round(v * n / p) in -n..n,   v' = c / n * p
+
+    Zero, p and -p come back exactly, and so does a block of equal values. An outlier costs precision in its
+    own block only. If a value is not finite, neither is its block's p, and so no decoded value of that block.
+
+    Layout: p of all blocks (float32; float64 for float64 values), then the codes.
+    """
+
+    block: int = 1024
+    largest_code: ClassVar[int]
+    codes_per_byte: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"block must be a whole number of values, at least 1, got {self.block}")
+
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """The codes, and one scale per block."""
+        num_blocks, rest = divmod(numel, self.block)
+        num_codes = num_blocks * self._code_bytes(self.block) + self._code_bytes(rest)
+        return _aligned((num_blocks + (rest > 0)) * _work_dtype(dtype).itemsize + num_codes)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """One pass: while a piece is in the cache, find its scales and write its codes."""
+        dtype = _work_dtype(values.dtype)
+        smallest = self.largest_code * torch.finfo(dtype).tiny  # so that n / p is finite
+        out[-ALIGNMENT:].zero_()  # padding
+        for piece, codes, peak, work in self._rows(values, out, dtype):
+            work.copy_(piece)
+            # Two reductions over the cached piece: a single aminmax or norm is not vectorised, and slower.
+            torch.maximum(work.amax(1), work.amin(1).neg_(), out=peak).clamp_(min=smallest)
+            work.mul_((peak / self.largest_code).reciprocal()[:, None]).round_()
+            self._pack(work, codes)
+
+    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, add: bool = False) -> None:
+        """One pass."""
+        dtype = _work_dtype(out.dtype)
+        for piece, piece_codes, peak, work in self._rows(out, codes, dtype, in_place=not add):
+            self._unpack(piece_codes, work)
+            # The rounded 1/n times n is exactly 1, for both n.
+            _store(work.mul_(1 / self.largest_code).mul_((peak * alpha)[:, None]), piece, add)
+
+    def _rows(
+        self, values: Tensor, buffer: Tensor, dtype: torch.dtype, in_place: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield values, codes, scales and room to work in, a row per block; a shorter last block alone."""
+        num_blocks, rest = divmod(values.numel(), self.block)
+        scales, codes = _sections(buffer, num_blocks + (rest > 0), dtype)
+        row_bytes = self._code_bytes(self.block)
+        end, end_bytes = num_blocks * self.block, num_blocks * row_bytes
+        rows = max(1, _piece_numel(values) // self.block)
+        pieces = [
+            *zip(
+                torch.split(values[:end].view(num_blocks, self.block), rows),
+                torch.split(codes[:end_bytes].view(num_blocks, row_bytes), rows),
+                torch.split(scales[:num_blocks], rows),
+                strict=True,
+            )
+        ]
+        if rest:
+            rest_bytes = self._code_bytes(rest)
+            last_codes = codes[end_bytes : end_bytes + rest_bytes]
+            pieces.append((values[end:].view(1, rest), last_codes.view(1, rest_bytes), scales[num_blocks:]))
+        in_place = in_place and values.dtype == dtype
+        work = values.new_empty(0 if in_place else max(piece.numel() for piece, _, _ in pieces), dtype=dtype)
+        for piece, piece_codes, scale in pieces:
+            yield piece, piece_codes, scale, piece if in_place else work[: piece.numel()].view(piece.shape)
+
+    def _code_bytes(self, numel: int) -> int:
+        return -(-numel // self.codes_per_byte)
+
+    @abstractmethod
+    def _pack(self, work: Tensor, codes: Tensor) -> None:
+        """Write whole numbers (as floats; may be overwritten) as bytes, row by row."""
+
+    @abstractmethod
+    def _unpack(self, codes: Tensor, work: Tensor) -> None:
+        """Read them back."""
+
+
+@dataclass(frozen=True)
+class BlockInt8(_Block):
+    """Blocks of values, each rounded to one of 255 levels: -127/127 to 127/127 of the block's largest.
+
+    Zero, the largest absolute value, and blocks of equal values come back exactly. An outlier costs precision
+    in its own block only. If a value is not finite, no decoded value of its block is.
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021, arXiv:2110.02861.
+    Differs from the paper: levels are equally spaced.
+
+    Args:
+        block: values per block, at least 1. The default of 1024 adds 0.4 % to the bytes (float64: 0.8 %).
+
+    Raises:
+        ValueError: ``block`` is not a positive whole number.
+    """
+
+    largest_code = 127
+    codes_per_byte = 1
+
+    def _pack(self, work: Tensor, codes: Tensor) -> None:
+        codes.copy_(work)
+
+    def _unpack(self, codes: Tensor, work: Tensor) -> None:
+        work.copy_(codes)
+
+
+@dataclass(frozen=True)
+class BlockInt4(_Block):
+    """Blocks of values, each rounded to one of 15 levels: -7/7 to 7/7 of the block's largest.
+
+    A byte holds two codes as digits of a number to base 16, low + 16 * high in -119..119. The first half of a
+    block makes the low digits, the second half the high ones. Otherwise as :class:`BlockInt8`.
+
+    Args:
+        block: values per block, at least 1. The default of 1024 adds 0.8 % to the bytes (float64: 1.6 %).
+
+    Raises:
+        ValueError: ``block`` is not a positive whole number.
+    """
+
+    largest_code = 7
+    codes_per_byte = 2
+
+    def _pack(self, work: Tensor, codes: Tensor) -> None:
+        half = codes.shape[1]
+        low, high = work[:, :half], work[:, half:]
+        low[:, : high.shape[1]].add_(high, alpha=16)
+        codes.copy_(low)
+
+    def _unpack(self, codes: Tensor, work: Tensor) -> None:
+        half = codes.shape[1]
+        low, high = work[:, :half], work[:, half:]
+        low.copy_(codes)
+        # The low digit is less than half of 16 in size.
+        torch.mul(low[:, : high.shape[1]], 1 / 16, out=high).round_()
+        low[:, : high.shape[1]].sub_(high, alpha=16)
+
+
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the precision to work in, and to store scales in."""
+    if dtype == torch.float64:
+        return torch.float64
+    if dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return torch.float32
+    raise TypeError(f"only float16, bfloat16, float32 and float64 tensors can be encoded, got {dtype}")
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _sections(buffer: Tensor, num_scales: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split bytes into scales and int8 codes, with the padding at their end."""
+    start = num_scales * dtype.itemsize
+    return buffer[:start].view(dtype), buffer[start:].view(torch.int8)
+
+
+def _piece_numel(values: Tensor) -> int:
+    # Every thread has its own cache.
+    on_cpu = values.device.type == "cpu"
+    return PIECE_NUMEL * torch.get_num_threads() if on_cpu else max(1, values.numel())
+
+
+def _pieces(
+    values: Tensor, codes: Tensor, dtype: torch.dtype, in_place: bool = False
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield pieces of values and codes, and room to work in: a buffer, or the values' own if that can be."""
+    in_place = in_place and values.dtype == dtype
+    size = _piece_numel(values)
+    work = values.new_empty(0 if in_place else min(size, values.numel()), dtype=dtype)
+    codes = codes[: values.numel()]
+    for piece, piece_codes in zip(torch.split(values, size), torch.split(codes, size), strict=True):
+        yield piece, piece_codes, piece if in_place else work[: piece.numel()]
+
+
+def _store(work: Tensor, piece: Tensor, add: bool) -> None:
+    if add:
+        piece.add_(work)
+    else:
+        piece.copy_(work)  # nothing to do if they are the same
+
+
+def _encode_as(dtype: torch.dtype, values: Tensor, out: Tensor) -> None:
+    out[-ALIGNMENT:].zero_()  # padding
+    out[: values.numel() * dtype.itemsize].view(dtype).copy_(values)
+
+
+def _decode_as(dtype: torch.dtype, codes: Tensor, out: Tensor, alpha: float, add: bool) -> None:
+    values = codes[: out.numel() * dtype.itemsize].view(dtype)
+    for piece, piece_values, work in _pieces(out, values, _work_dtype(out.dtype), in_place=not add):
+        _store(work.copy_(piece_values).mul_(alpha), piece, add)
