@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_distopt.algorithms import Algorithm
 from lightning_distopt.algorithms.base import check_bool, check_int, optimizer_parameters
@@ -341,6 +341,11 @@ class PeriodicModelSync(Callback):
                 self._updates, self._seen = _Updates(), 0
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+            raise ValueError(
+                "LBFGS computes several gradients per update, as many as each rank's loss demands, so ranks would "
+                "not agree on when to sync. Use PeriodicModelSync with another optimizer."
+            )
         if trainer.world_size > 1 and not self._said and _keeps_replicas_equal(trainer):
             self._said = True
             rank_zero_warn(
@@ -378,8 +383,9 @@ class PeriodicModelSync(Callback):
             # The strategy may be showing the mean, and put this rank's own values back afterwards.
             self._synced = None
         # Lightning took the weights before it called this hook. WeightAveraging may have moved them since.
-        key = "current_model_state" if "current_model_state" in checkpoint else "state_dict"
-        checkpoint[key] = pl_module.state_dict()
+        saved = checkpoint.get("current_model_state", checkpoint["state_dict"])
+        # Another callback may have left out what need not be saved.
+        saved.update({name: value for name, value in pl_module.state_dict().items() if name in saved})
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._sync(trainer, pl_module)

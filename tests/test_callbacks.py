@@ -303,6 +303,18 @@ def test_bad_schedules_are_refused(arguments):
         PeriodicModelSync(**arguments)
 
 
+def fit_with_lbfgs(rank):
+    """Fit with LBFGS."""
+    model = Regression(make_optimizer=torch.optim.LBFGS)
+    make_trainer(callbacks=[PeriodicModelSync(1)], strategy="distopt_ddp", max_steps=1).fit(model, loader())
+
+
+def test_lbfgs_is_refused():
+    """LBFGS, whose gradients per update differ between ranks, is refused before the first update."""
+    with pytest.raises(ValueError, match="LBFGS"):
+        launch(fit_with_lbfgs, 1)
+
+
 # -- MasterOnlyCallback ------------------------------------------------------------------------------------------
 
 
