@@ -473,7 +473,7 @@ def walk_in_a_process(rank, updates, last_pause):
 
 @pytest.mark.parametrize(("updates", "last_pause"), [
     ((200, 200), (0, 0)),
-    ((200, 200), (0, 2)),
+    ((30, 30), (0, 2)),
     ((50, 47), (0, 0)),
     ((30, 20, 27), (0, 1, 0)),
 ])  # fmt: skip

@@ -73,9 +73,7 @@ class AsyncModelAverage(WeightExchange):
         self._aborted = False
 
     def restart(self) -> None:
-        if self.group.size > 1:
-            self._snapshot = self.layout.empty()
-            self._change = self.layout.empty()
+        self._snapshot = self._change = []
 
     # -- one update ------------------------------------------------------------------------------------------
 
@@ -129,6 +127,8 @@ class AsyncModelAverage(WeightExchange):
 
     def _start_round(self) -> None:
         assert self._rounds is not None
+        self._snapshot = self._snapshot or self.layout.empty()
+        self._change = self._change or self.layout.empty()
         self.layout.pack_(self._snapshot)
         for change, snapshot in zip(self._change, self._snapshot, strict=True):
             if self._arrived:
@@ -176,6 +176,11 @@ class AsyncModelAverage(WeightExchange):
 
     # -- the end, and state ----------------------------------------------------------------------------------
 
+    def finish(self) -> None:
+        self.flush()
+        self.restart()  # frees two copies of the weights: averaging makes one of its own
+        self.average_weights_()
+
     def teardown(self) -> None:
         rounds = None if self._rounds is None else self._rounds.process_group
         # A group's end waits for what is in flight on it. After an error that may never arrive: then the
@@ -200,6 +205,7 @@ class AsyncModelAverage(WeightExchange):
         self.step = state["step"]
         self._arrived = bool(state["change"]) and self.group.size > 1
         if self._arrived:
+            self._change = self.layout.empty()
             for name, view in zip(self.names, self.layout.views(self._change), strict=True):
                 # What was frozen then was in no round, and has nothing to add.
                 view.copy_(state["change"].get(name, torch.zeros(())))
