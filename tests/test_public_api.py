@@ -27,7 +27,7 @@ LAYERS = [
     {"distributed"},
     {"algorithms"},  # a package: its modules import each other
     {"bagua"},
-    {"options"},
+    {"options", "checkpoints"},
     {"strategies", "callbacks"},
     {"bench"},
 ]
