@@ -27,7 +27,7 @@ LAYERS = [
     {"distributed"},
     {"algorithms"},  # a package: its modules import each other
     {"bagua"},
-    {"options", "checkpoints"},
+    {"options", "checkpoints", "replicas"},
     {"strategies", "callbacks"},
     {"bench"},
 ]
