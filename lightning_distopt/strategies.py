@@ -2,9 +2,12 @@
 
 import copy
 import inspect
+import math
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
@@ -12,27 +15,27 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from lightning_distopt.algorithms import ALGORITHMS, Algorithm, make_algorithm
-from lightning_distopt.algorithms.base import BucketHook
-from lightning_distopt.collectives import DEFAULT_TIMEOUT, Group, Traffic, check_collective_allowed
+from lightning_distopt.algorithms import ALGORITHMS, Algorithm
+from lightning_distopt.algorithms.base import BucketHook, check_int
+from lightning_distopt.checkpoints import KEY, agree, load_part, new_id, remove_parts, save_part
+from lightning_distopt.collectives import FlatLayout, Group, Traffic, check_collective_allowed
 from lightning_distopt.distributed import mean_of_replicas_, sync_model
+from lightning_distopt.options import BaguaDistributedOption, DDPOption, DistributedBaseOption, TorchOption
+from lightning_distopt.replicas import check_replicas, load_replica_, replica_of
 
 __all__ = ["DistOptBaguaStrategy", "DistOptDDPStrategy", "DistOptStrategy", "register_strategies"]
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-
-_DDP_ARGUMENTS = [
-    name
-    for name in inspect.signature(DistributedDataParallel).parameters
-    if name not in ("module", "device_ids", "output_device", "dim", "process_group", "check_reduction", "device_mesh")
-]
 
 
 class DistOptStrategy(DDPStrategy):
@@ -47,7 +50,8 @@ class DistOptStrategy(DDPStrategy):
 
     def __init__(
         self,
-        algorithm: str | Algorithm = "gradient_allreduce",
+        option: DistributedBaseOption | Algorithm | str | None = None,
+        algorithm: str | Algorithm | None = None,
         *,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -55,55 +59,73 @@ class DistOptStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | None = None,
         start_method: StartMethod | None = None,
-        **ddp_kwargs: Any,
+        check_replicas_every_n_steps: int = 0,
+        **options: Any,
     ) -> None:
         """Configure; opens nothing.
 
         Args:
-            algorithm: an instance, or a name with that algorithm's defaults.
+            option: an option object, which plain training loops take, too. Its address, port, file and backend, where it
+                has them, win over the cluster environment's. Or what ``algorithm`` takes.
+            algorithm: an instance, or a name; by default "gradient_allreduce".
             accelerator: set by the Trainer.
             parallel_devices: set by the Trainer.
             cluster_environment: how processes find each other; by default Lightning detects it.
             checkpoint_io: how checkpoint files are written.
             precision_plugin: set by the Trainer.
-            process_group_backend: "nccl" or "gloo"; by default by device.
-            timeout: after which a lost peer is an error, for every group.
+            process_group_backend: "nccl" or "gloo"; by default the option's, or by device.
+            timeout: after which a lost peer is an error, for every group; by default the option's, or half an hour.
             start_method: how ranks are started; by default "popen", and "fork" in a notebook.
-            **ddp_kwargs: arguments of DistributedDataParallel, for algorithms that exchange gradients.
+            check_replicas_every_n_steps: compare the weights of all ranks after every so many updates, by a checksum of
+                8 bytes, and raise where they differ; 0 never does. For algorithms that keep replicas equal.
+            **options: of :class:`~lightning_distopt.BaguaDistributedOption`, where no option object is given: among
+                them the arguments of the algorithm and, if it exchanges gradients, of DistributedDataParallel.
 
         Raises:
             ValueError: unknown algorithm or option, with the valid ones listed.
             TypeError: a value of the wrong type.
         """
-        self.algorithm = make_algorithm(algorithm)
-        for name in ddp_kwargs:
-            if name not in _DDP_ARGUMENTS:
-                raise TypeError(f"unknown argument {name!r} of {type(self).__name__}; valid are those of its signature "
-                                f"and of DistributedDataParallel: {', '.join(_DDP_ARGUMENTS)}")  # fmt: skip
-        if not isinstance(timeout, timedelta):
-            raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
-        if ddp_kwargs and self.algorithm.exchanges == "weights":
+        if isinstance(option, str | Algorithm):
+            if algorithm is not None:
+                raise TypeError(f"two algorithms were given: {option!r} and {algorithm!r}")
+            option, algorithm = None, option
+        if option is None:
+            option = BaguaDistributedOption(algorithm or "gradient_allreduce", **options)
+        elif algorithm is not None or options:
+            given = [*([] if algorithm is None else ["algorithm"]), *options]
+            raise ValueError(f"{', '.join(given)} beside an option object: give them to that object")
+        if not isinstance(option, TorchOption):
+            raise TypeError(f"option must be a DDPOption or BaguaDistributedOption, got {option!r}")
+        if getattr(option, "engine", "auto") == "bagua":
             raise ValueError(
-                f"{', '.join(ddp_kwargs)} would have no effect: {self.algorithm.name} exchanges weights, without "
-                "DistributedDataParallel. Remove it."
+                "engine='bagua' runs in plain loops only, by convert2distributed_model: the original Bagua predates "
+                "every torch that this Lightning runs on. Use engine='torch'."
             )
-        if self.algorithm.bucket_cap_mb is not None:
-            ddp_kwargs.setdefault("bucket_cap_mb", self.algorithm.bucket_cap_mb)
-        # Gradients that live in DDP's buckets save one copy of all gradients per update.
-        ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
+        if option.init_with_env_file():
+            option.init_method()  # raises without a file
+        self.option = option
+        self.algorithm = algorithm if isinstance(algorithm, Algorithm) else option.new_algorithm()
+        self.check_replicas_every_n_steps = check_int("check_replicas_every_n_steps", check_replicas_every_n_steps, 0)
+        if check_replicas_every_n_steps and not self.algorithm.replicas_equal:
+            raise ValueError(
+                f"check_replicas_every_n_steps={check_replicas_every_n_steps} has no meaning with "
+                f"{self.algorithm.name}, whose replicas differ between exchanges. Leave it at 0."
+            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            process_group_backend=process_group_backend or option.backend,
+            timeout=timeout or option.timeout,
             # Lightning decides by the same sign what is a notebook.
             start_method=start_method or ("fork" if hasattr(sys, "ps1") else "popen"),
-            **ddp_kwargs,
+            **option.ddp_arguments(),
         )
         self._traffic = Traffic(label=self.algorithm.name)
         self._group: Group | None = None
@@ -113,6 +135,12 @@ class DistOptStrategy(DDPStrategy):
         self._backward_seen = False
         self._replicas_differ = False
         self._restore_replica: Callable[[], None] | None = None
+        self._num_updates = 0
+        self._parameters: list[torch.nn.Parameter] = []
+        self._trainable: list[torch.nn.Parameter] = []
+        self._checkpoint_path: str | Path = ""
+        self._finished = False
+        self._failed = False
 
     # -- what has been sent ------------------------------------------------------------------------------------------
 
@@ -138,14 +166,37 @@ class DistOptStrategy(DDPStrategy):
 
     # -- start and end of a fit --------------------------------------------------------------------------------------
 
+    def setup_distributed(self) -> None:
+        if self.option.says_where_to_meet:
+            assert self.cluster_environment is not None
+            assert self._timeout is not None
+            self.set_world_ranks()
+            where = self.option.init_method(self.cluster_environment.main_address, self.cluster_environment.main_port)
+            backend = self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+            index = self.root_device.index
+            self.option.join(backend, where, self.world_size, self.global_rank, index, timeout=self._timeout)
+        # Keeps a group that exists.
+        super().setup_distributed()
+
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        super().setup_optimizers(trainer)
+        if self.option.adapts_optimizers:
+            self.optimizers = [self.option.adapt_optimizer(optimizer) for optimizer in self.optimizers]
+
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._backward_seen = False
         if fitting:
             self._group = self._algorithm_group()
+            self._failed = False
+            if not any(isinstance(callback, _BeforeCallbacks) for callback in _callbacks_of(trainer)):
+                _callbacks_of(trainer).insert(0, _BeforeCallbacks(self))
         super().setup(trainer)
         if fitting:
             self._bind_algorithms()
+            self._note_parameters()
+            if self.algorithm.exchanges == "weights":
+                _let_ranks_run_at_their_own_speed(trainer)
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         # The extension point of DDPStrategy for how the module is wrapped. The algorithm's own group also carries DDP's
@@ -169,12 +220,26 @@ class DistOptStrategy(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self._hook = BucketHook(self.model, self.algorithm)
 
-    def on_train_end(self) -> None:
+    def finish(self) -> None:
+        """Complete what is under way, and make the replicas agree. Collective; when repeated it does nothing.
+
+        Called at the end of fit before any callback's hook: one that then puts other weights in place, such as a moving
+        average, would see them mixed with an exchange that ends later.
+        """
+        if self._finished:
+            return
+        self._finished = True
         for algorithm in self.algorithms:
             algorithm.finish()
-        if not self.algorithm.replicas_equal and self.lightning_module is not None:
+        if not self.algorithm.replicas_equal:
             # Optimizers know nothing of buffers, nor of parameters that no optimizer holds.
-            sync_model(self.lightning_module, sync_parameters=False, group=self._group)
+            self._sync_module(sync_parameters=False)
+
+    def on_train_end(self) -> None:
+        self.finish()
+        if not self.algorithm.replicas_equal:
+            # Once more: what a callback has put in place is an average of this rank's own weights.
+            self._sync_module()
         self._replicas_differ = False
         super().on_train_end()
 
@@ -183,6 +248,7 @@ class DistOptStrategy(DDPStrategy):
             algorithm.teardown()
         self._bound = []
         self._hook = None
+        self._parameters, self._trainable = [], []
         self._replicas_differ = False
         self._restore_replica = None
         if self._group is not None:
@@ -236,37 +302,155 @@ class DistOptStrategy(DDPStrategy):
         output = super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
         algorithm.after_step()
         self._traffic.step += 1
+        self._num_updates += 1
+        if self.check_replicas_every_n_steps and self._num_updates % self.check_replicas_every_n_steps == 0:
+            assert self._group is not None
+            check_replicas(self.lightning_module, self._group, self._num_updates)
         return output
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._follow_parameters()
+        if self._finished and batch_idx == 0 and not self.algorithm.replicas_equal:
+            # Stochastic weight averaging: what it has put in place is an average of this rank's own weights.
+            self._sync_module()
+
+    def _note_parameters(self) -> None:
+        assert self.lightning_module is not None
+        self._parameters = list(self.lightning_module.parameters())
+        self._trainable = [p for p in self._parameters if p.requires_grad]
+
+    def _follow_parameters(self) -> None:
+        """Notice layers that were added, replaced, unfrozen or frozen since the last batch, on every rank alike."""
+        known, trainable = self._parameters, self._trainable
+        self._note_parameters()
+        if _same(known, self._parameters) and _same(trainable, self._trainable):
+            return
+        assert self._group is not None
+        if isinstance(self.model, DistributedDataParallel):
+            # DDP knows only what needed a gradient when it was made. The new one starts from rank 0's values.
+            state = self.algorithm.state_dict()
+            self.model = self.lightning_module
+            self.configure_ddp()
+            self._bind_algorithms()
+            self.algorithm.load_state_dict(state)
+        else:
+            old = set(map(id, known))
+            new = FlatLayout(p for p in self._parameters if id(p) not in old)
+            for buffer in (buffers := new.pack_(new.empty())):
+                self._group.broadcast_(buffer).wait()
+            new.unpack_(buffers)
 
     # -- where replicas are looked at --------------------------------------------------------------------------------
 
-    def on_validation_start(self) -> None:
-        self._show_mean()
-        super().on_validation_start()
-
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        self._show_replica()
+        self.show_replica()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._show_mean()
+        shown = self._restore_replica is not None
+        self.show_mean()
         state = super().lightning_module_state_dict()
         if self._restore_replica is not None:
-            # References to the weights, which are about to change back.
+            # References to the weights, which will change back.
             state = {k: v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in state.items()}
-        self._show_replica()
+        if not shown:
+            self.show_replica()
         return state
 
-    def _show_mean(self) -> None:
-        if self._replicas_differ and self._restore_replica is None:
+    def show_mean(self) -> None:
+        """Put the mean of the replicas in place of this rank's, where they differ. Collective."""
+        if self._replicas_differ and self._restore_replica is None and not self._failed:
             assert self.lightning_module is not None
             assert self._group is not None
             self._restore_replica = mean_of_replicas_(self.lightning_module, self._group)
+            for average in _running_averages(self.lightning_module.trainer):
+                # The mean over ranks of their moving averages is the moving average of the mean: this loses nothing.
+                sync_model(average, group=self._group)
 
-    def _show_replica(self) -> None:
+    def show_replica(self) -> None:
+        """Take :meth:`show_mean` back, bit for bit."""
         if self._restore_replica is not None:
             self._restore_replica()
             self._restore_replica = None
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        full = "optimizer_states" in checkpoint and not self._failed
+        states = [algorithm.state_dict() for _, algorithm in self._bound if full]
+        if not full or not (any(states) or self._replicas_differ):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        assert self._group is not None
+        # A name with an unsynced metric in it differs between ranks. Parts belong to the file, which rank 0 writes.
+        path, part_id = self.broadcast((os.fspath(filepath), new_id()))
+        shown = self._restore_replica is not None
+        self.show_replica()
+        part = {"algorithms": states, "precision": self.precision_plugin.state_dict()}
+        if not self.algorithm.replicas_equal:
+            assert self.lightning_module is not None
+            part["replica"] = replica_of(self.lightning_module)
+        if not self.is_global_zero:
+            part["optimizer_states"] = checkpoint["optimizer_states"]  # rank 0's are in the checkpoint
+        # First the parts, then the file they belong to: a file that exists has all its parts.
+        error = _attempt(lambda: save_part(part, path, part_id, self.global_rank, self.world_size))
+        agree(error, f"The checkpoint {path} was not saved; earlier ones are as they were", self._group)
+        checkpoint[KEY] = {"id": part_id, "algorithm": self.algorithm.name, "world_size": self.world_size}
+        error = _attempt(lambda: super(DistOptStrategy, self).save_checkpoint(checkpoint, path, storage_options))
+        agree(error, f"The checkpoint {path} was not saved; earlier ones are as they were", self._group)
+        remove_parts(path, self.global_rank, self.world_size, keep=part_id)
+        if shown:
+            self.show_mean()
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        super().remove_checkpoint(filepath)
+        remove_parts(filepath, self.global_rank, self.world_size)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._checkpoint_path = checkpoint_path
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # The last that Lightning restores: the module has the mean of the replicas, the algorithms are set up.
+        saved = checkpoint.get(KEY)
+        if saved is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        if (saved["algorithm"], saved["world_size"]) != (self.algorithm.name, self.world_size):
+            rank_zero_warn(
+                f"{self._checkpoint_path} was saved by {saved['algorithm']} on {saved['world_size']} ranks, and is "
+                f"loaded by {self.algorithm.name} on {self.world_size}: every rank goes on from the mean of the "
+                "replicas and rank 0's optimizer state. Dropped are every rank's own replica, the optimizer states of "
+                f"the other ranks, and the state of {saved['algorithm']}."
+            )
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        assert self._group is not None
+        assert self.lightning_module is not None
+        part: dict[str, Any] = {}
+        error = _attempt(
+            lambda: part.update(load_part(self._checkpoint_path, saved["id"], self.global_rank, self.world_size))
+        )
+        agree(
+            error,
+            f"Training cannot go on exactly from {self._checkpoint_path}. Use an earlier checkpoint, or start anew "
+            "from the mean of the replicas, which this one holds, with load_from_checkpoint",
+            self._group,
+        )
+        super().load_optimizer_state_dict({**checkpoint, **part})
+        if part["precision"]:
+            self.precision_plugin.load_state_dict(part["precision"])
+        load_replica_(self.lightning_module, part.get("replica", {}))
+        for (_, algorithm), state in zip(self._bound, part["algorithms"], strict=True):
+            algorithm.load_state_dict(state)
+
+    def stop_exchanging(self) -> None:
+        """After an error other ranks may be anywhere: what is saved now is this rank's own, without waiting for any."""
+        self._failed = True
+        self.show_replica()
 
     # -- collectives of the strategy, refused where only the master runs ---------------------------------------------
 
@@ -331,6 +515,11 @@ class DistOptStrategy(DDPStrategy):
             own = self.optimizers if algorithm.exchanges == "gradients" else [optimizer]
             algorithm.setup(self.lightning_module, own, self._group)
         self._replicas_differ = not self.algorithm.replicas_equal
+        self._finished = False
+
+    def _sync_module(self, sync_parameters: bool = True) -> None:
+        assert self.lightning_module is not None
+        sync_model(self.lightning_module, sync_parameters=sync_parameters, group=self._group)
 
     def _algorithm_of(self, optimizer: Optimizer) -> Algorithm:
         for bound, algorithm in self._bound:
@@ -342,19 +531,83 @@ class DistOptStrategy(DDPStrategy):
         state = super().__getstate__()
         # Groups and running algorithms belong to this process.
         state.update(_group=None, _world=None, _bound=[], _hook=None, _replicas_differ=False, _restore_replica=None)
+        state.update(_parameters=[], _trainable=[])
         return state
 
 
-class DistOptDDPStrategy(DistOptStrategy):
-    """Lightning's ``ddp`` with its traffic counted: a gradient all-reduce at full precision."""
+class _BeforeCallbacks(Callback):
+    """The first callback of a fit: Lightning calls a strategy after all callbacks, where this is too late."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, strategy: DistOptStrategy) -> None:
+        self._strategy = strategy
+        self._warned = False
+
+    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        averaging = [c for c in _callbacks_of(trainer) if isinstance(c, StochasticWeightAveraging)]
+        if any(trainer.current_epoch > callback.swa_end for callback in averaging):
+            # An epoch without updates, after training. The averaged weights come into the module now.
+            self._strategy.finish()
+
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._strategy.show_mean()
+
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._compare_monitored(trainer)
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._compare_monitored(trainer)
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._strategy.finish()
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        self._strategy.stop_exchanging()
+
+    def _compare_monitored(self, trainer: "pl.Trainer") -> None:
+        """Warn once where ranks would decide differently."""
+        group = self._strategy.group
+        users = [
+            *_callbacks_of(trainer),
+            *(config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau),
+        ]
+        names = sorted({name for user in users if isinstance(name := getattr(user, "monitor", None), str)})
+        if group is None or group.size == 1 or self._warned or trainer.sanity_checking or not names:
+            return
+        mine = torch.tensor([float(trainer.callback_metrics.get(name, math.nan)) for name in names])
+        mine = mine.to(group.device, torch.float64)
+        every = mine.new_empty(group.size * len(names))
+        group.all_gather(every, mine).wait()
+        by_rank = every.view(group.size, -1)
+        equal = torch.isclose(by_rank, by_rank[0], rtol=0, atol=0, equal_nan=True).all(0)
+        differ = [name for name, same in zip(names, equal.tolist(), strict=True) if not same]
+        if differ:
+            self._warned = True
+            rank_zero_warn(
+                f"The monitored {', '.join(differ)} differs between ranks: early stopping, schedulers and the choice "
+                "of the best checkpoint may decide differently on each. Log it with self.log(..., sync_dist=True)."
+            )
+
+
+class DistOptDDPStrategy(DistOptStrategy):
+    """Lightning's ``ddp`` with its traffic counted: a gradient all-reduce, on request compressed."""
+
+    def __init__(
+        self, initialization_method: Literal["tcp", "file"] = "tcp", backend: str | None = None, **kwargs: Any
+    ) -> None:
         """Configure; opens nothing.
 
         Args:
-            **kwargs: what :class:`DistOptStrategy` and DistributedDataParallel take.
+            initialization_method: how ranks meet: "tcp", where address and port come from the cluster environment unless
+                they are given, or through a "file".
+            backend: "nccl" or "gloo"; by default by device.
+            **kwargs: what :class:`~lightning_distopt.DDPOption` and :class:`DistOptStrategy` take.
+
+        Raises:
+            ValueError: unknown option, with the valid ones listed.
+            TypeError: a value of the wrong type.
         """
-        super().__init__("gradient_allreduce", **kwargs)
+        own, options = _split(kwargs)
+        super().__init__(DDPOption(initialization_method, backend, **options), **own)
 
 
 class DistOptBaguaStrategy(DistOptStrategy):
@@ -367,18 +620,64 @@ class DistOptBaguaStrategy(DistOptStrategy):
 
         Args:
             algorithm: a name in :data:`lightning_distopt.algorithms.ALGORITHMS`, or an instance.
-            options: arguments of the algorithm. They may also be given directly as keywords.
-            **kwargs: arguments of the algorithm, of :class:`DistOptStrategy` and of DistributedDataParallel.
+            options: what :class:`~lightning_distopt.BaguaDistributedOption` takes, among it the arguments of the
+                algorithm. They may also be given directly as keywords.
+            **kwargs: the same, and arguments of :class:`DistOptStrategy`.
 
         Raises:
             ValueError: unknown algorithm or option, with the valid ones listed.
             TypeError: a value of the wrong type.
         """
-        chosen = dict(options or {})
-        known = ALGORITHMS[algorithm] if isinstance(algorithm, str) and algorithm in ALGORITHMS else None
-        if known is not None:
-            chosen.update((name, kwargs.pop(name)) for name in inspect.signature(known).parameters if name in kwargs)
-        super().__init__(make_algorithm(algorithm, **chosen), **kwargs)
+        super().__init__(None, algorithm, **{**(options or {}), **kwargs})
+
+
+def _same(left: Sequence[object], right: Sequence[object]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _attempt(action: Callable[[], None]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def _callbacks_of(trainer: Any) -> list[Callback]:
+    # The Trainer has them, but does not declare them.
+    callbacks: list[Callback] = trainer.callbacks
+    return callbacks
+
+
+def _running_averages(trainer: "pl.Trainer") -> list[torch.nn.Module]:
+    """Return the models in which Lightning's WeightAveraging and StochasticWeightAveraging collect."""
+    # Private in both, and they have no other way to it.
+    averages = [getattr(callback, "_average_model", None) for callback in _callbacks_of(trainer)]
+    return [average for average in averages if isinstance(average, torch.nn.Module)]
+
+
+def _split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of :class:`DistOptStrategy` itself, and the others."""
+    names = inspect.signature(DistOptStrategy).parameters
+    own = {name: value for name, value in kwargs.items() if name in names}
+    return own, {name: value for name, value in kwargs.items() if name not in names}
+
+
+def _let_ranks_run_at_their_own_speed(trainer: "pl.Trainer") -> None:
+    """Leave out the broadcast in every training batch by which Lightning 2.6 tells ranks of a SIGTERM to rank 0.
+
+    It makes all ranks wait for each other in every batch; one that does more batches than the others waits there
+    until the group's timeout. Launchers send the signal to every rank anyway.
+    """
+
+    def stop_on_sigterm() -> None:
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+    # Private, and unknown to older releases; Lightning has no public way to leave it out.
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        vars(loop)["_broadcast_sigterm_tensor"] = stop_on_sigterm
 
 
 def register_strategies() -> None:

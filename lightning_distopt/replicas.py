@@ -1,0 +1,79 @@
+"""One rank's copy of the model: seen as tensors by name, put back, and compared with the other ranks'."""
+
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_distopt.collectives import DistributedRuntimeException, Group
+
+__all__ = ["check_replicas", "checksum", "load_replica_", "replica_of"]
+
+# A checksum works in pieces, so that its integers need no more than a few MB.
+_PIECE_NUMEL = 2**18
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def replica_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter and buffer by name, those that no checkpoint holds included. Nothing is copied."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    return {name: tensor.detach() for name, tensor in named if not is_lazy(tensor)}
+
+
+def load_replica_(module: nn.Module, replica: dict[str, Tensor]) -> None:
+    """Copy a replica into a module that has the same parameters and buffers."""
+    with torch.no_grad():
+        for name, tensor in replica_of(module).items():
+            # Those made by expand cannot be written to, and are constants.
+            if name in replica and not torch.equal(tensor, replica[name].to(tensor.device)):
+                tensor.copy_(replica[name])
+
+
+def check_replicas(module: torch.nn.Module, group: Group, step: int) -> None:
+    """Make sure that all ranks hold the same parameters, bit for bit. Collective, 8 bytes per rank.
+
+    Args:
+        module: the same structure on every rank.
+        group: all ranks.
+        step: for the message.
+
+    Raises:
+        DistributedRuntimeException: on every rank, with the step and the first parameter that differs.
+    """
+    if group.size == 1:
+        return
+    named = list(module.named_parameters())
+    sums = [checksum(parameter) for _, parameter in named]
+    mine = checksum(torch.tensor(sums, dtype=torch.int64)).view(1).to(group.device)
+    every = mine.new_empty(group.size)
+    group.all_gather(every, mine).wait()
+    if bool((every == every[0]).all()):
+        return
+    by_rank = group.gather_objects([int(value) for value in sums])
+    first = next(i for i, values in enumerate(zip(*by_rank, strict=True)) if len(set(values)) > 1)
+    raise DistributedRuntimeException(
+        f"The replicas differ after update {step}: the first parameter that is not the same on every rank is "
+        f"{named[first][0]!r}. It was changed in a way that the strategy cannot see: look for random numbers, a plain "
+        "loss.backward(), or code that runs on one rank only."
+    )
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return an integer that almost surely changes when any bit of a tensor does, or the order of its elements.
+
+    Args:
+        tensor: of any type and strides. Only elements count, not how they lie in memory.
+
+    Returns:
+        A 0-dimensional int64 tensor on the same device. Nothing is copied to the host.
+    """
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    # Odd factors lose no bit, and sums wrap around: integers modulo 2^64.
+    factors = torch.arange(min(_PIECE_NUMEL, bits.numel()), device=bits.device).mul_(2).add_(1).mul_(0x9E3779B97F4A7C1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in bits.split(_PIECE_NUMEL):
+        total = total * 0x100000001B3 + (piece * factors[: piece.numel()]).sum()
+    return total
