@@ -138,6 +138,7 @@ class Decentralized(WeightExchange):
         ranks = range(0, group.size, 1 if self._hierarchy is None else group.local_size)
         half = len(ranks) // 2
         if len(ranks) % 2 and group.size > 1:
+            group.barrier()  # a rank that left now would break what others still connect in Hierarchy.of
             what = "ranks" if self._hierarchy is None else "nodes"
             raise ValueError(
                 f"peer_selection_mode='shift_one' makes pairs: it needs an even number of {what}, "
