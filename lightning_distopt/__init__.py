@@ -5,6 +5,12 @@ Importing this package registers its strategies: ``Trainer(strategy="distopt_bag
 
 from lightning_distopt.algorithms import QAdamOptimizer
 from lightning_distopt.callbacks import CommMonitor, InitTorch, MasterOnlyCallback, PeriodicModelSync
+from lightning_distopt.options import (
+    BaguaDistributedOption,
+    DDPOption,
+    DistributedBaseOption,
+    get_default_distributed_option,
+)
 from lightning_distopt.strategies import (
     DistOptBaguaStrategy,
     DistOptDDPStrategy,
@@ -13,14 +19,18 @@ from lightning_distopt.strategies import (
 )
 
 __all__ = [
+    "BaguaDistributedOption",
     "CommMonitor",
+    "DDPOption",
     "DistOptBaguaStrategy",
     "DistOptDDPStrategy",
     "DistOptStrategy",
+    "DistributedBaseOption",
     "InitTorch",
     "MasterOnlyCallback",
     "PeriodicModelSync",
     "QAdamOptimizer",
+    "get_default_distributed_option",
 ]
 __version__ = "0.1.0"
 

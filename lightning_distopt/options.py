@@ -395,10 +395,9 @@ class BaguaDistributedOption(TorchOption):
             algorithm: a name in :data:`lightning_distopt.algorithms.ALGORITHMS`, or an instance.
             **options: arguments of the algorithm, for qadam also those of QAdamOptimizer (they win over the
                 optimizer's own); ``initialization_method`` ("tcp"), ``backend`` (by the device), ``master_port``
-                (23456), ``master_addr``, ``sync_file``, ``timeout`` (a timedelta); what
-                DistributedDataParallel takes, if gradients are exchanged; PERSIA's settings of Bagua, see ``BAGUA_SETTINGS``; and
-                ``engine``: "torch" runs on CPU and CUDA, "bagua" runs the installed original on CUDA and Linux, "auto"
-                is "torch".
+                (23456), ``master_addr``, ``sync_file``, ``timeout`` (a timedelta); what DistributedDataParallel takes,
+                if gradients are exchanged; PERSIA's settings of Bagua, see ``BAGUA_SETTINGS``; and ``engine``: "torch"
+                runs on CPU and CUDA, "bagua" runs the installed original on CUDA and Linux, "auto" is "torch".
 
         Raises:
             ValueError: an unknown name or value, with the valid ones listed.
@@ -452,7 +451,7 @@ class BaguaDistributedOption(TorchOption):
             if name != "default_bucket_size" or cls.exchanges == "weights":
                 warnings.warn(
                     f"{name} has no meaning for {label} without engine='bagua', and is ignored",
-                    stacklevel=4,
+                    stacklevel=3,
                 )
 
     def new_algorithm(self) -> Algorithm:

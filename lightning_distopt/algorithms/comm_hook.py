@@ -1,6 +1,5 @@
 """Compressed gradient all-reduces: what torch ships as DDP communication hooks, on CPU and CUDA, counted, resumable."""
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -128,6 +127,7 @@ class PowerSGD(GradientExchange):
         require_dense_real(module, self)
         super().setup(module, optimizers, group)
         self._names = {id(p): name for name, p in module.named_parameters()}
+        self._seeds = {name: seed for seed, name in enumerate(self._names.values())}
         self._num_exchanges = 0
         self._errors: dict[str, Tensor] = {}
         self._rights: dict[str, Tensor] = {}
@@ -182,7 +182,7 @@ class PowerSGD(GradientExchange):
     def _right(self, name: str, matrix: Tensor) -> Tensor:
         if name not in self._rights:
             # The same numbers on every rank, and in a resumed run.
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            generator = torch.Generator().manual_seed(self._seeds[name])
             start = torch.randn(matrix.shape[1], self.matrix_approximation_rank, generator=generator)
             self._rights[name] = start.to(matrix)
         return self._rights[name]
