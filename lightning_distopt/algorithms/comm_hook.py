@@ -110,6 +110,9 @@ class PowerSGD(GradientExchange):
 
     name = "powersgd"
     loss_scaling = False
+    # Of what travels at full precision.
+    hierarchical: bool | Literal["auto"] = "auto"
+    average = True
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class PowerSGD(GradientExchange):
         start_powerSGD_iter: int = 1000,  # noqa: N803 - torch's name
     ) -> None:
         """Configure; opens nothing."""
-        super().__init__()
+        super().__init__(self.hierarchical, self.average)
         self.matrix_approximation_rank = check_int("matrix_approximation_rank", matrix_approximation_rank, 1)
         self.start_powerSGD_iter = check_int("start_powerSGD_iter", start_powerSGD_iter, 0)
 
