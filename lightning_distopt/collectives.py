@@ -380,61 +380,71 @@ class FlatLayout:
     """Many tensors seen as few flat buffers: one for all that fit float32, one for all that need float64.
 
     bfloat16 and float16 tensors travel as float32, so that sums over ranks do not lose bits; complex ones as pairs of
-    their real and imaginary parts. Strides do not matter: elements go by index.
+    their real and imaginary parts. Strides do not matter: elements go by index. A tensor may get other memory
+    (``parameter.data = ...``) as long as its shape and type stay.
 
     Attributes:
         tensors: the tensors, in the order given.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.tensors = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
+        self.tensors = list(tensors)
         self._parts: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
         for tensor in self.tensors:
-            dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            dtype = torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
             self._parts[dtype, tensor.device].append(tensor)
 
     @property
     def numel(self) -> int:
         """Elements in all buffers together."""
-        return sum(tensor.numel() for tensor in self.tensors)
+        return sum(_as_real(tensor).numel() for tensor in self.tensors)
 
     def empty(self) -> list[Tensor]:
         """Allocate 1-D buffers that hold all tensors; the content is undefined."""
         return [
-            torch.empty(sum(t.numel() for t in part), dtype=dtype, device=device)
+            torch.empty(sum(_as_real(t).numel() for t in part), dtype=dtype, device=device)
             for (dtype, device), part in self._parts.items()
         ]
 
     def pack_(self, buffers: Sequence[Tensor]) -> Sequence[Tensor]:
         """Copy the tensors into buffers made by :meth:`empty`, and return these."""
-        for part, views in self._paired(buffers):
+        for _, part, views in self._paired(buffers):
             torch._foreach_copy_(views, part)
         return buffers
 
     def unpack_(self, buffers: Sequence[Tensor]) -> None:
         """Copy the buffers into the tensors."""
         with torch.no_grad():
-            for part, views in self._paired(buffers):
+            for _, part, views in self._paired(buffers):
                 torch._foreach_copy_(part, views)
 
     def add_(self, buffers: Sequence[Tensor]) -> None:
         """Add the buffers to the tensors."""
         with torch.no_grad():
-            for part, views in self._paired(buffers):
+            for _, part, views in self._paired(buffers):
                 for tensor, view in zip(part, views, strict=True):
                     tensor.add_(view)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return, for each tensor in the order given, its piece of the buffers in its shape."""
         pieces = {
-            id(tensor): view for part, views in self._paired(buffers) for tensor, view in zip(part, views, strict=True)
+            id(tensor): view
+            for part, _, views in self._paired(buffers)
+            for tensor, view in zip(part, views, strict=True)
         }
         return [pieces[id(tensor)] for tensor in self.tensors]
 
-    def _paired(self, buffers: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    def _paired(self, buffers: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+        """Yield for each buffer its tensors, their present memory, and the views of the buffer that belong to them."""
         for part, buffer in zip(self._parts.values(), buffers, strict=True):
-            pieces = buffer.split([tensor.numel() for tensor in part])
-            yield part, [piece.view(tensor.shape) for piece, tensor in zip(pieces, part, strict=True)]
+            memory = [_as_real(tensor) for tensor in part]
+            pieces = buffer.split([tensor.numel() for tensor in memory])
+            yield part, memory, [piece.view(t.shape) for piece, t in zip(pieces, memory, strict=True)]
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    return torch.view_as_real(detached) if detached.is_complex() else detached
 
 
 class Mean:
@@ -559,8 +569,9 @@ class NodeMean:
 class CompressedMean:
     """Mean over ranks of one flat tensor, sent encoded: all-to-all, average at full precision, all-gather.
 
-    The tensor is split in W chunks. Every rank sends its encoding of chunk k to rank k; rank k decodes and averages
-    them, encodes the result, and all ranks gather it: 2 (W - 1) / W encoded tensors sent per rank, however large W is.
+    The tensor is split in W chunks. Every rank sends its encoding of chunk k to rank k; rank k decodes them, averages
+    them with its own values (which need no encoding), encodes the result, and all ranks gather it: 2 (W - 1) / W encoded
+    tensors sent per rank, however large W is.
     The three stages are separate methods, so that a caller with several tensors can work on one while another travels.
 
     Every rank, the owner of a chunk included, ends with the decoded bytes, so all ranks end with the same values.
@@ -596,8 +607,9 @@ class CompressedMean:
         if self._error is not None:
             self._error.copy_(self.flat.add_(self._error))
         for k, piece in enumerate(self._pieces(self._codes)):
-            self._codec.encode(self._chunks[k], self._of(self._chunks[k], piece))
-            self._take_from_error(k, piece, 1.0)
+            if k != self._group.rank:
+                self._codec.encode(self._chunks[k], self._of(self._chunks[k], piece))
+                self._take_from_error(k, piece, 1.0)
         self._received = self._room_in_flat()
         self._pending = self._group.all_to_all(self._received, self._codes)
 
@@ -607,8 +619,12 @@ class CompressedMean:
             return
         self._pending.wait()
         own = self._chunks[self._group.rank]
+        if self._error is not None:
+            self._chunk(self._error, self._group.rank).zero_()
+        own.mul_(self._alpha)
         for k, piece in enumerate(self._pieces(self._received)):
-            self._codec.decode(self._of(own, piece), own, alpha=self._alpha, add=k > 0)
+            if k != self._group.rank:
+                self._codec.decode(self._of(own, piece), own, alpha=self._alpha, add=True)
         if not self._shares_memory(self._received):
             self._group.give_back(self._received)
         # All sends are done, so the same buffer takes the means; the own one is encoded into its place there.
