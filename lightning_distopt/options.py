@@ -262,7 +262,8 @@ class TorchOption(DistributedBaseOption):
         The model that is returned has the given one as ``module``, the running ``algorithm``, and ``bytes_sent``.
 
         Algorithms that exchange weights must see every update on every rank: ``torch.amp.GradScaler``, which may skip
-        one on one rank only, cannot be used with them. Train in bfloat16 instead.
+        one on one rank only, cannot be used with them; nor with qadam and powersgd, which keep moments or errors of the
+        gradients from update to update. Train in bfloat16 instead.
 
         Args:
             model: the same on every rank.
@@ -647,8 +648,12 @@ def _drive(optimizer: Optimizer, algorithm: Algorithm, group: Group) -> None:
         algorithm.after_step()
         group.traffic.step += 1
 
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
+    for handle in vars(optimizer).pop("_distopt_hooks", ()):
+        handle.remove()  # of an earlier conversion, whose group may be gone
+    vars(optimizer)["_distopt_hooks"] = (
+        optimizer.register_step_pre_hook(before),
+        optimizer.register_step_post_hook(after),
+    )
 
 
 def _qadam_from(optimizer: Optimizer, warmup_steps: int) -> QAdamOptimizer:
