@@ -1,5 +1,6 @@
 """One rank's copy of the model: seen as tensors by name, put back, and compared with the other ranks'."""
 
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -8,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_distopt.collectives import DistributedRuntimeException, Group
 
-__all__ = ["check_replicas", "checksum", "load_replica_", "replica_of"]
+__all__ = ["check_replicas", "checksum", "load_replica_", "replica_of", "replicas_agree"]
 
 # A checksum works in pieces, so that its integers need no more than a few MB.
 _PIECE_NUMEL = 2**18
@@ -30,7 +31,26 @@ def load_replica_(module: nn.Module, replica: dict[str, Tensor]) -> None:
                 tensor.copy_(replica[name])
 
 
-def check_replicas(module: torch.nn.Module, group: Group, step: int) -> None:
+def replicas_agree(tensors: Iterable[Tensor], group: Group) -> bool:
+    """Return whether every rank has the same bits. Collective, 8 bytes per rank.
+
+    Args:
+        tensors: of the same number and shapes on every rank.
+        group: all ranks.
+    """
+    return _agree([checksum(tensor) for tensor in tensors], group)
+
+
+def _agree(sums: Sequence[Tensor], group: Group) -> bool:
+    if group.size == 1 or not sums:
+        return True
+    mine = checksum(torch.stack([value.to(group.device) for value in sums])).view(1)
+    every = mine.new_empty(group.size)
+    group.all_gather(every, mine).wait()
+    return bool((every == every[0]).all())
+
+
+def check_replicas(module: nn.Module, group: Group, step: int) -> None:
     """Make sure that all ranks hold the same parameters, bit for bit. Collective, 8 bytes per rank.
 
     Args:
@@ -41,14 +61,9 @@ def check_replicas(module: torch.nn.Module, group: Group, step: int) -> None:
     Raises:
         DistributedRuntimeException: on every rank, with the step and the first parameter that differs.
     """
-    if group.size == 1:
-        return
     named = list(module.named_parameters())
     sums = [checksum(parameter) for _, parameter in named]
-    mine = checksum(torch.tensor(sums, dtype=torch.int64)).view(1).to(group.device)
-    every = mine.new_empty(group.size)
-    group.all_gather(every, mine).wait()
-    if bool((every == every[0]).all()):
+    if _agree(sums, group):
         return
     by_rank = group.gather_objects([int(value) for value in sums])
     first = next(i for i, values in enumerate(zip(*by_rank, strict=True)) if len(set(values)) > 1)

@@ -30,7 +30,7 @@ from lightning_distopt.checkpoints import KEY, agree, load_part, new_id, remove_
 from lightning_distopt.collectives import FlatLayout, Group, Traffic, check_collective_allowed
 from lightning_distopt.distributed import mean_of_replicas_, sync_model
 from lightning_distopt.options import BaguaDistributedOption, DDPOption, DistributedBaseOption, TorchOption
-from lightning_distopt.replicas import check_replicas, load_replica_, replica_of
+from lightning_distopt.replicas import check_replicas, load_replica_, replica_of, replicas_agree
 
 __all__ = ["DistOptBaguaStrategy", "DistOptDDPStrategy", "DistOptStrategy", "register_strategies"]
 
@@ -231,14 +231,17 @@ class DistOptStrategy(DDPStrategy):
         self._finished = True
         for algorithm in self.algorithms:
             algorithm.finish()
-        if not self.algorithm.replicas_equal:
-            # Optimizers know nothing of buffers, nor of parameters that no optimizer holds.
-            self._sync_module(sync_parameters=False)
+        assert self.lightning_module is not None
+        if any(True for _ in self.lightning_module.buffers()):
+            # Optimizers know nothing of buffers. DDP broadcasts rank 0's, but only before a forward pass.
+            self._sync_module(sync_parameters=False, reduce_buffers=not self.algorithm.replicas_equal)
 
     def on_train_end(self) -> None:
         self.finish()
-        if not self.algorithm.replicas_equal:
-            # Once more: what a callback has put in place is an average of this rank's own weights.
+        assert self.lightning_module is not None
+        assert self._group is not None
+        if self._replicas_differ and not replicas_agree(replica_of(self.lightning_module).values(), self._group):
+            # What a callback has put in place is an average of this rank's own weights; or no optimizer has them.
             self._sync_module()
         self._replicas_differ = False
         super().on_train_end()
@@ -284,6 +287,9 @@ class DistOptStrategy(DDPStrategy):
         model: "pl.LightningModule | torch.nn.Module | None" = None,
         **kwargs: Any,
     ) -> Any:
+        if self._finished:
+            # Stochastic weight averaging ends with an epoch whose steps have no gradients, and no exchange.
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         algorithm = self._algorithm_of(optimizer)
         assert self.lightning_module is not None
         if self._hook is not None and not self._backward_seen and not self.lightning_module.automatic_optimization:
@@ -517,9 +523,9 @@ class DistOptStrategy(DDPStrategy):
         self._replicas_differ = not self.algorithm.replicas_equal
         self._finished = False
 
-    def _sync_module(self, sync_parameters: bool = True) -> None:
+    def _sync_module(self, **what: bool) -> None:
         assert self.lightning_module is not None
-        sync_model(self.lightning_module, sync_parameters=sync_parameters, group=self._group)
+        sync_model(self.lightning_module, group=self._group, **what)
 
     def _algorithm_of(self, optimizer: Optimizer) -> Algorithm:
         for bound, algorithm in self._bound:
