@@ -871,18 +871,15 @@ def _buckets(
             places[-1].append((piece, dtype, end, end + num_bytes))
             largest = max(largest, end + num_bytes)
             end += -(-num_bytes // 16) * 16  # where a view of any dtype may begin
-    # In inference mode, tensors can be written to that were made in it; others as without gradients.
-    with torch.inference_mode():
-        buffer = torch.zeros(largest, dtype=torch.uint8, device=device)
+    buffer = torch.zeros(largest, dtype=torch.uint8, device=device)
     for bucket in filter(None, places):
+        views = [(piece, buffer[i:j].view(dtype).view(piece.shape)) for piece, dtype, i, j in bucket]
+        for piece, view in views:
+            view.copy_(piece)
         last = bucket[-1][3]
-        with torch.inference_mode():
-            views = [(piece, buffer[i:j].view(dtype).view(piece.shape)) for piece, dtype, i, j in bucket]
-            for piece, view in views:
-                view.copy_(piece)
-            flat = buffer[:last]
         if last > 0:
-            yield flat
+            yield buffer[:last]
+        # Tensors that were made in inference mode may be written to nowhere else, and others there, too.
         with torch.inference_mode():
             for piece, view in views:
                 piece.copy_(view)
@@ -903,8 +900,5 @@ def _average_(flat: Tensor, group: Group) -> None:
     # Sums of masks full of the lowest float would become infinite, and so they would after rounding W-ths of it: a
     # power of two is divided out before the sum, exactly, and the rest after it.
     power = 1 << (group.size - 1).bit_length()
-    with torch.inference_mode():
-        flat.mul_(1 / power)
-    group.all_reduce_(flat).wait()
-    with torch.inference_mode():
-        flat.div_(group.size / power)
+    group.all_reduce_(flat.mul_(1 / power)).wait()
+    flat.div_(group.size / power)

@@ -141,6 +141,10 @@ def test_every_process_of_two_nodes_knows_its_place(environ, launcher):
             {"NODE_RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 8}, 4,
             (4, 0, 8, True, False, True), id="Lightning knows the nodes",
         ),
+        pytest.param(
+            {"LOCAL_RANK": 1, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NTASKS": 1}, 1,
+            (1, 1, 2, True, False, False), id="second fork of one task",
+        ),
         pytest.param({"NODE_RANK": 1}, 2, (2, 0, 3, True, False, True), id="a node's main process, with a Trainer"),
         pytest.param({}, 3, (3, 3, 4, True, False, False), id="a cluster that Lightning knows"),
     ],
@@ -176,6 +180,7 @@ def before_and_after(rank):
     before = ranks()
     for _ in range(2):
         init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.barrier()  # a rank that ended now would leave others that still connect to it
     return before, ranks(), dist.get_rank()
 
 
@@ -460,11 +465,18 @@ def torch_file_store(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("leave", [dead_run, torch_file_store], ids=lambda leave: leave.__name__)
+def reused_port(path):
+    """Leave what a dead run leaves whose port another program listens at now."""
+    server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    path.write_text(f"distopt token 127.0.0.1 {server.port}")
+    return server
+
+
+@pytest.mark.parametrize("leave", [dead_run, torch_file_store, reused_port], ids=lambda leave: leave.__name__)
 def test_a_stale_file_is_refused_by_every_rank(tmp_path, leave):
     """What a dead run has left is refused at once on all ranks, with the path and what to do, and not removed."""
     path = tmp_path / "meet"
-    leave(path)
+    still_running = leave(path)
 
     assert path.stat().st_size > 0
     start = time.monotonic()
@@ -472,6 +484,7 @@ def test_a_stale_file_is_refused_by_every_rank(tmp_path, leave):
         assert str(path) in sentence
         assert "delete it, or choose another path" in sentence
     assert time.monotonic() - start < 10
+    del still_running
 
 
 def test_rank_0_that_waits_in_vain_cleans_up(tmp_path, environ):
@@ -692,6 +705,8 @@ class Zoo(nn.Module):
         self.expanded = nn.Parameter(values((1, 3), torch.float32, rank, 202).expand(5, 3))
         self.register_buffer("expanded_mask", values((4, 1), torch.int16, rank, 203).expand(4, 6))
         self.register_buffer("conjugated", values((3,), torch.complex64, rank, 204).conj())
+        with torch.inference_mode():
+            self.register_buffer("made_in_inference_mode", values((4,), torch.float32, rank, 207))
         image = values((2, 3, 4, 5), torch.float32, rank, 205)
         strided = image.to(memory_format=torch.channels_last) if rank % 2 == 0 else image
         self.image = nn.Parameter(strided)
@@ -783,7 +798,8 @@ def test_a_model_of_300_tensors_costs_four_collectives():
         group = Group(process_group)
         sync_model(model, group=group)
         untied = group.traffic.bytes_sent
-        model.tied = model[0]
+        model.tied = nn.BatchNorm1d(7, track_running_stats=False)
+        model.tied.weight, model.tied.bias = model[0].weight, model[0].bias
         sync_model(model, group=group)
         return group.traffic.num_collectives, group.traffic.bytes_sent == 2 * untied
 
