@@ -5,6 +5,7 @@ import inspect
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_distopt.algorithms import ALGORITHMS, Algorithm
 from lightning_distopt.algorithms.base import BucketHook, check_int
@@ -67,8 +69,8 @@ class DistOptStrategy(DDPStrategy):
         """Configure; opens nothing.
 
         Args:
-            option: an option object, which plain training loops take, too. Its address, port, file and backend, where it
-                has them, win over the cluster environment's. Or what ``algorithm`` takes.
+            option: an option object, which plain training loops take, too. Its address, port, file and backend, where
+                it has them, win over the cluster environment's. Or what ``algorithm`` takes.
             algorithm: an instance, or a name; by default "gradient_allreduce".
             accelerator: set by the Trainer.
             parallel_devices: set by the Trainer.
@@ -136,6 +138,8 @@ class DistOptStrategy(DDPStrategy):
         self._replicas_differ = False
         self._restore_replica: Callable[[], None] | None = None
         self._num_updates = 0
+        self._num_gradients: Counter[int] = Counter()
+        self._gradient_hooks: list[RemovableHandle] = []
         self._parameters: list[torch.nn.Parameter] = []
         self._trainable: list[torch.nn.Parameter] = []
         self._checkpoint_path: str | Path = ""
@@ -252,6 +256,9 @@ class DistOptStrategy(DDPStrategy):
         self._bound = []
         self._hook = None
         self._parameters, self._trainable = [], []
+        for hook in self._gradient_hooks:
+            hook.remove()
+        self._gradient_hooks = []
         self._replicas_differ = False
         self._restore_replica = None
         if self._group is not None:
@@ -262,13 +269,18 @@ class DistOptStrategy(DDPStrategy):
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         super().pre_backward(closure_loss)
-        self._backward_seen = True
         if self._hook is not None:
             self._hook.complete = False
+            if not self._backward_seen:
+                self._watch_gradients()
+        self._backward_seen = True
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._hook is None or self._hook.complete or not isinstance(self.model, DistributedDataParallel):
+        if self._hook is None or not isinstance(self.model, DistributedDataParallel):
+            return
+        self._check_gradients()
+        if self._hook.complete:
             return
         if self.model.require_backward_grad_sync and not self.model.static_graph:
             # DDP itself notices in the next forward. By then this rank may hang in the reduction of a logged value,
@@ -279,6 +291,34 @@ class DistOptStrategy(DDPStrategy):
                 f"instance `Trainer(strategy={type(self).__name__}(..., find_unused_parameters=True))`; or let them "
                 "take part in the loss."
             )
+
+    def _watch_gradients(self) -> None:
+        """Count how often each parameter gets a gradient in the first backward pass."""
+
+        def count(parameter: torch.Tensor) -> None:
+            self._num_gradients[id(parameter)] += 1
+
+        self._num_gradients.clear()
+        self._gradient_hooks = [p.register_post_accumulate_grad_hook(count) for p in self._trainable]
+
+    def _check_gradients(self) -> None:
+        """Refuse a gradient that comes in pieces: DDP exchanges the first, and each rank keeps its own others."""
+        for hook in self._gradient_hooks:
+            hook.remove()
+        self._gradient_hooks = []
+        if not self._num_gradients:
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        assert self.lightning_module is not None
+        for name, parameter in self.lightning_module.named_parameters():
+            if self._num_gradients[id(parameter)] > 1 and not self.model.static_graph:
+                raise RuntimeError(
+                    f"{name!r} got its gradient in several pieces in one backward pass, of which only the first would "
+                    "be exchanged: it is used in several reentrant activation checkpoints. Use "
+                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or pass static_graph=True to the "
+                    "strategy."
+                )
+        self._num_gradients.clear()
 
     def optimizer_step(
         self,
@@ -537,7 +577,7 @@ class DistOptStrategy(DDPStrategy):
         state = super().__getstate__()
         # Groups and running algorithms belong to this process.
         state.update(_group=None, _world=None, _bound=[], _hook=None, _replicas_differ=False, _restore_replica=None)
-        state.update(_parameters=[], _trainable=[])
+        state.update(_parameters=[], _trainable=[], _gradient_hooks=[])
         return state
 
 
@@ -603,8 +643,8 @@ class DistOptDDPStrategy(DistOptStrategy):
         """Configure; opens nothing.
 
         Args:
-            initialization_method: how ranks meet: "tcp", where address and port come from the cluster environment unless
-                they are given, or through a "file".
+            initialization_method: how ranks meet: "tcp", where address and port come from the cluster environment
+                unless they are given, or through a "file".
             backend: "nccl" or "gloo"; by default by device.
             **kwargs: what :class:`~lightning_distopt.DDPOption` and :class:`DistOptStrategy` take.
 
@@ -683,7 +723,7 @@ def _let_ranks_run_at_their_own_speed(trainer: "pl.Trainer") -> None:
     # Private, and unknown to older releases; Lightning has no public way to leave it out.
     loop = trainer.fit_loop.epoch_loop
     if hasattr(loop, "_broadcast_sigterm_tensor"):
-        vars(loop)["_broadcast_sigterm_tensor"] = stop_on_sigterm
+        loop.__dict__["_broadcast_sigterm_tensor"] = stop_on_sigterm
 
 
 def register_strategies() -> None:
