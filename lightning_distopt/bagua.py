@@ -133,9 +133,7 @@ def convert(
     return converted, optimizer
 
 
-def _environment(
-    settings: Mapping[str, Any], master_addr: str, master_port: int, device_id: int
-) -> dict[str, str]:
+def _environment(settings: Mapping[str, Any], master_addr: str, master_port: int, device_id: int) -> dict[str, str]:
     """Return the variables that Bagua reads, as PERSIA set them, and the ranks."""
     values = {name: settings.get(name, default) for name, (_, default) in BAGUA_SETTINGS.items()}
     variables = {

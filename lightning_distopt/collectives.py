@@ -621,10 +621,11 @@ class CompressedMean:
         own = self._chunks[self._group.rank]
         if self._error is not None:
             self._chunk(self._error, self._group.rank).zero_()
-        own.mul_(self._alpha)
+        beta = self._alpha  # of the own values, when the first of the others' is added
         for k, piece in enumerate(self._pieces(self._received)):
             if k != self._group.rank:
-                self._codec.decode(self._of(own, piece), own, alpha=self._alpha, add=True)
+                self._codec.decode(self._of(own, piece), own, alpha=self._alpha, beta=beta)
+                beta = 1.0
         if not self._shares_memory(self._received):
             self._group.give_back(self._received)
         # All sends are done, so the same buffer takes the means; the own one is encoded into its place there.
@@ -674,7 +675,7 @@ class CompressedMean:
     def _take_from_error(self, k: int, piece: Tensor, factor: float) -> None:
         if self._error is not None:
             chunk = self._chunk(self._error, k)
-            self._codec.decode(self._of(chunk, piece), chunk, alpha=-factor, add=True)
+            self._codec.decode(self._of(chunk, piece), chunk, alpha=-factor, beta=1.0)
 
     def _pieces(self, buffer: Tensor) -> Iterable[Tensor]:
         return buffer.view(self._group.size, -1).unbind()

@@ -319,9 +319,7 @@ class TorchOption(DistributedBaseOption):
             _drive(optimizer, algorithm, group)
         return distributed, optimizer
 
-    def _optimizer_for(
-        self, algorithm: Algorithm, model: nn.Module, optimizer: Optimizer | None
-    ) -> Optimizer | None:
+    def _optimizer_for(self, algorithm: Algorithm, model: nn.Module, optimizer: Optimizer | None) -> Optimizer | None:
         if optimizer is not None:
             optimizer = self.adapt_optimizer(optimizer)
         if algorithm.exchanges == "weights":
@@ -479,9 +477,7 @@ class BaguaDistributedOption(TorchOption):
             group.update(self._optimizer_options)
         return optimizer
 
-    def _optimizer_for(
-        self, algorithm: Algorithm, model: nn.Module, optimizer: Optimizer | None
-    ) -> Optimizer | None:
+    def _optimizer_for(self, algorithm: Algorithm, model: nn.Module, optimizer: Optimizer | None) -> Optimizer | None:
         if self._takes_qadam and optimizer is None:
             return QAdamOptimizer(model.parameters(), **self._optimizer_options)
         return super()._optimizer_for(algorithm, model, optimizer)

@@ -1,6 +1,7 @@
 """Small LightningModules that the Trainer tests share. Losses differ between ranks, so a missing exchange shows."""
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -77,3 +78,8 @@ class ManualRegression(Regression):
 def weights(module) -> torch.Tensor:
     """Copy all parameters into one 1-D tensor."""
     return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
+
+
+def some_quick(names, quick=("bytegrad", "decentralized", "diloco")):
+    """Return algorithm names as parameters of a test, all slow but one of each kind."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]

@@ -65,13 +65,16 @@ def quantise_blocks(values: Tensor, compression: str) -> Tensor:
 
 
 def compressed_mean(tensors: list[Tensor]) -> Tensor:
-    """Each rank's chunk k is quantised, rank k averages them and quantises the mean. One rank sends nothing."""
+    """The others' chunk k is quantised, rank k averages them with its own and quantises the mean. One rank sends nothing."""
     size = len(tensors)
     if size == 1:
         return tensors[0].clone()
     chunk = -(-tensors[0].numel() // size)
-    pieces = [[quantise(t[k * chunk : (k + 1) * chunk]) for t in tensors] for k in range(size)]
-    return torch.cat([quantise(mean(piece)) for piece in pieces])
+    result = []
+    for k in range(size):
+        pieces = [t[k * chunk : (k + 1) * chunk] for t in tensors]
+        result.append(quantise(mean([piece if r == k else quantise(piece) for r, piece in enumerate(pieces)])))
+    return torch.cat(result)
 
 
 def on_two_levels(
@@ -217,7 +220,7 @@ class DiLoCo(LocalSGD):
         chunk = -(-elements.numel() // self.size)
         for owner in range(self.size):
             own = slice(owner * chunk, (owner + 1) * chunk)
-            received = [quantise_blocks(v[own], compression) for v in values]
+            received = [v[own] if r == owner else quantise_blocks(v[own], compression) for r, v in enumerate(values)]
             result[own] = quantise_blocks(mean(received), compression)
             for loss, value, code in zip(losses, values, received, strict=True):
                 loss[own] = value[own] - code

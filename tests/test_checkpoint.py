@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from models import Regression, loader, weights
+from models import Regression, loader, some_quick, weights
 from torch import nn
 from worlds import launch, make_trainer
 
@@ -26,6 +26,7 @@ from lightning_distopt.algorithms import (
     QAdam,
     QAdamOptimizer,
 )
+from lightning_distopt.algorithms.comm_hook import PowerSGD
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Checkpoint directory .* exists:UserWarning", "ignore:The dirpath has changed:UserWarning"
@@ -40,6 +41,7 @@ MAKERS = {
     "low_precision_decentralized": LowPrecisionDecentralized,
     "async": partial(AsyncModelAverage, sync_interval_ms=10**9, warmup_steps=2),
     "local_sgd": partial(LocalSGD, period=3),
+    "powersgd": partial(PowerSGD, start_powerSGD_iter=2),
     "diloco": partial(DiLoCo, period=4, overlap_steps=2, compression="int4"),
 }
 UNEQUAL = [name for name, cls in ALGORITHMS.items() if not cls.replicas_equal]
@@ -113,7 +115,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(name, make, tmp_path):
         assert torch.equal(end, resumed_end)
 
 
-@pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.parametrize("name", some_quick(UNEQUAL))
 def test_the_file_holds_the_mean_under_plain_keys(name, tmp_path):
     """A checkpoint holds the mean of the replicas under the module's own keys, each rank its own part beside it."""
     results = launch(fit, 2, name, tmp_path, SGD, 1)
@@ -137,7 +139,7 @@ def test_algorithms_without_own_state_write_one_file(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=0.ckpt"]
 
 
-@pytest.mark.parametrize("name", ["gradient_allreduce", *UNEQUAL])
+@pytest.mark.parametrize("name", some_quick(["gradient_allreduce", *UNEQUAL]))
 def test_loads_everywhere(name, tmp_path):
     """A checkpoint loads in load_from_checkpoint, in a one-device Trainer, in stock ddp, and in another algorithm."""
     launch(fit, 2, name, tmp_path, SGD, 1)

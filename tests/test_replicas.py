@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
-from models import Regression, loader, weights
+from models import Regression, loader, some_quick, weights
 from torch import nn
 from worlds import launch, make_trainer, run_ranks
 
@@ -121,7 +121,7 @@ def test_evaluation_sees_the_mean_and_training_goes_on(name, tmp_path):
     assert all(map(torch.equal, results[0][3].values(), results[1][3].values()))
 
 
-@pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.parametrize("name", some_quick(UNEQUAL))
 def test_looking_changes_nothing(name, tmp_path):
     """A fit that validates and saves ends with the bits of one that does neither."""
     watched = launch(partial(fit, epochs=1), 2, name, tmp_path)
@@ -204,7 +204,7 @@ def fit_averaging(rank, name, averages, first, directory, model_class=Regression
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
-@pytest.mark.parametrize("name", ["gradient_allreduce", *UNEQUAL])
+@pytest.mark.parametrize("name", some_quick(["gradient_allreduce", *UNEQUAL]))
 def test_moving_average(name, first, tmp_path):
     """With EMAWeightAveraging every rank validates, saves and ends with the moving average of the mean of replicas."""
     results = launch(fit_averaging, 2, name, "ema", first, tmp_path)
@@ -232,7 +232,7 @@ class PlainNormed(Regression):
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning", "ignore:Swapping scheduler:UserWarning")
 @pytest.mark.parametrize("model_class", [Regression, PlainNormed], ids=["plain", "batch norm"])
-@pytest.mark.parametrize("name", ["gradient_allreduce", *UNEQUAL])
+@pytest.mark.parametrize("name", some_quick(["gradient_allreduce", *UNEQUAL]))
 def test_stochastic_weight_averaging(name, model_class, tmp_path):
     """With StochasticWeightAveraging all ranks end with the mean, over epochs and ranks, of the weights at epoch starts."""
     results = launch(fit_averaging, 2, name, "swa", True, tmp_path, model_class)
@@ -265,7 +265,7 @@ def run_repeatedly(rank, name, directory):
     return ends
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "qadam"])
+@pytest.mark.parametrize("name", some_quick(name for name in ALGORITHMS if name != "qadam"))
 def test_stages_and_trainers_follow_each_other(name, tmp_path):
     """fit, validate, fit and test work in one process, so does a second Trainer, and replicas agree after each."""
     results = launch(run_repeatedly, 2, name, tmp_path)

@@ -173,9 +173,10 @@ class GradientExchange(Algorithm):
         if len(self._under_way) > 1:
             self._under_way[-2][0].gather()
         if bucket.is_last():
+            while len(self._under_way) > 1:
+                self._complete_oldest()  # while the last one's first exchange travels
             mean.gather()
-            while self._under_way:
-                self._complete_oldest()
+            self._complete_oldest()
         return future
 
     def _complete_oldest(self) -> None:
@@ -187,8 +188,8 @@ class WeightExchange(Algorithm):
     """Base of the algorithms that exchange weights instead of gradients.
 
     Keeps the parameters of its optimizers as a flat layout. When that set changes in mid-run (layers added or
-    unfrozen, on every rank at the same update), new parameters get rank 0's values, those that leave get their mean, and
-    :meth:`restart` is called.
+    unfrozen, on every rank at the same update), new parameters get rank 0's values, those that leave get their mean,
+    and :meth:`restart` is called.
 
     Attributes:
         layout: the exchanged parameters.

@@ -34,11 +34,11 @@ class BFloat16(Codec):
         out[2 * values.numel() :].zero_()
         self._halves(out, values.numel()).copy_(values)
 
-    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, add: bool = False) -> None:
+    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
         """Widen, multiply and add."""
         values = self._halves(codes, out.numel()).to(out.dtype).mul_(alpha)
-        if add:
-            out.add_(values)
+        if beta:
+            out.mul_(beta).add_(values)
         else:
             out.copy_(values)
 
@@ -74,9 +74,7 @@ class HalfAllReduce(GradientExchange):
             raise ValueError(f"dtype must be 'fp16' or 'bf16', got {dtype!r}")
         self.dtype = dtype
 
-    def setup(
-        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group
-    ) -> None:
+    def setup(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group) -> None:
         require_dense_real(module, self)
         super().setup(module, optimizers, group)
 
@@ -124,9 +122,7 @@ class PowerSGD(GradientExchange):
         self.matrix_approximation_rank = check_int("matrix_approximation_rank", matrix_approximation_rank, 1)
         self.start_powerSGD_iter = check_int("start_powerSGD_iter", start_powerSGD_iter, 0)
 
-    def setup(
-        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group
-    ) -> None:
+    def setup(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group) -> None:
         require_dense_real(module, self)
         super().setup(module, optimizers, group)
         self._names = {id(p): name for name, p in module.named_parameters()}

@@ -191,9 +191,9 @@ class LowPrecisionDecentralized(WeightExchange):
     same bits for ever. The optimizer's state stays each rank's own.
 
     Sends 2N bytes per rank and exchange (N elements), and 8 bytes for every 2^18 of them (on CUDA 2^22); at
-    W = 2 both neighbours are one rank. Blocks after the update: each slice of a parameter has extremes of
-    its own, and while some slices travel the next ones are encoded. Adds three copies of the weights in
-    memory, and 4 MB of messages (on CUDA 60 MB); hierarchical, a fourth copy during an exchange. Replicas
+    W = 2 both neighbours are one rank, which gets N. Blocks after the update: each slice of a parameter has extremes
+    of its own, and while some slices travel the next ones are encoded. Adds three copies of the weights in
+    memory (two at W = 2), and 4 MB of messages (on CUDA 60 MB); hierarchical, a fourth copy during an exchange. Replicas
     differ. State: the number of updates, and the three replicas.
 
     Source: Tang et al., "Communication Compression for Decentralized Training", 2018, arXiv:1803.06443,
@@ -223,7 +223,9 @@ class LowPrecisionDecentralized(WeightExchange):
     def restart(self) -> None:
         on_ring = self._ring is not None and self._ring.size > 1
         # New parameters hold the same values on every rank, so their replicas are true without an exchange.
-        self._replicas = {p: self._replicas.get(p) or _replicas(p) for p in self._parameters if on_ring}
+        self._neighbours = min(2, self._ring.size - 1) if self._ring is not None else 0
+        known = self._replicas
+        self._replicas = {p: known.get(p) or _replicas(p, self._neighbours) for p in self._parameters if on_ring}
         self._messages = list(self._cut())
         self._message_bytes = max((message[-1].code.stop for message in self._messages), default=0)
 
@@ -286,27 +288,30 @@ class LowPrecisionDecentralized(WeightExchange):
     def _send(self, message: list[_Slice]) -> tuple[list[_Slice], list[Tensor], Pending]:
         """Encode what has changed, advance the own replica by it, make that the weights, start sending."""
         assert self._ring is not None
-        buffers = [self.group.borrow(self._message_bytes, message[0].own.device) for _ in range(3)]
-        codes, of_right, of_left = (buffer[: message[-1].code.stop] for buffer in buffers)
+        device = message[0].own.device
+        buffers = [self.group.borrow(self._message_bytes, device) for _ in range(1 + self._neighbours)]
+        codes, *received = (buffer[: message[-1].code.stop] for buffer in buffers)
         for s in message:
             weights = s.weights()
             difference = (s.left + s.right).div_(3).sub_(s.own, alpha=5 / 3)
             difference.view(weights.shape).add_(weights)
             self._codec.encode(difference, codes[s.code])
-            self._codec.decode(codes[s.code], s.own, add=True)
+            self._codec.decode(codes[s.code], s.own, beta=1.0)
             weights.copy_(s.own.view(weights.shape))
-        left, right = (self._ring.rank - 1) % self._ring.size, (self._ring.rank + 1) % self._ring.size
-        # The first message goes left, so the first to come is the right one's: also where both are one rank.
-        pending = self._ring.swap([(left, codes), (right, codes)], [(right, of_right), (left, of_left)])
+        rank, size = self._ring.rank, self._ring.size
+        # At W = 2 both neighbours are one rank, which needs one message. Else the first goes left, so the first to
+        # come is the right one's.
+        to = [(rank - 1) % size, (rank + 1) % size][: self._neighbours]
+        come = [(rank + 1) % size, (rank - 1) % size][: self._neighbours]
+        pending = self._ring.swap([(peer, codes) for peer in to], list(zip(come, received, strict=True)))
         return message, buffers, pending
 
     def _receive(self, message: list[_Slice], buffers: list[Tensor], pending: Pending) -> None:
         """Advance the replicas of the neighbours by what they sent."""
         pending.wait()
-        _, of_right, of_left = buffers
         for s in message:
-            self._codec.decode(of_left[s.code], s.left, add=True)
-            self._codec.decode(of_right[s.code], s.right, add=True)
+            for codes, replica in zip(buffers[1:], (s.right, s.left), strict=False):
+                self._codec.decode(codes[s.code], replica, beta=1.0)
         for buffer in buffers:
             self.group.give_back(buffer)
 
@@ -331,9 +336,14 @@ def _real(parameter: Parameter) -> Tensor:
     return tensor if tensor.dim() else tensor.view(1)
 
 
-def _replicas(parameter: Parameter) -> dict[str, Tensor]:
-    """Return three contiguous copies, in float32 unless the parameter needs float64."""
+def _replicas(parameter: Parameter, neighbours: int) -> dict[str, Tensor]:
+    """Return contiguous copies, in float32 unless the parameter needs float64; one neighbour is on both sides."""
     weights = _real(parameter)
     dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
-    return {side: torch.empty(weights.shape, dtype=dtype, device=weights.device).copy_(weights)
-            for side in ("own", "left", "right")}  # fmt: skip
+    own, left, right = (
+        torch.empty(weights.shape, dtype=dtype, device=weights.device).copy_(weights) if copies > 0 else None
+        for copies in (1, 1, neighbours - 1)
+    )
+    assert own is not None
+    assert left is not None
+    return {"own": own, "left": left, "right": left if right is None else right}
