@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
-from models import ManualRegression, Regression, loader, weights
+from models import ManualRegression, Regression, loader, some_quick, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from worlds import launch, make_trainer
@@ -114,7 +114,7 @@ class OtherMemory(Odd):
 
 
 @pytest.mark.parametrize("model", [MadeInSetup, MadeInConfigureModel, Replaced, ReplacedAndForgotten, OtherMemory])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", some_quick(ALGORITHMS))
 def test_layers_that_come_late(name, model):
     """Layers made in setup or configure_model, replaced layers and replaced memory: replicas agree."""
     results = launch(fit, 2, name, model)
@@ -140,7 +140,7 @@ class BackboneAtEpoch1(BackboneFinetuning):
         super().__init__(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, train_bn=False)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", some_quick(ALGORITHMS))
 def test_unfrozen_layers_are_exchanged(name):
     """A backbone that is unfrozen in mid-run is exchanged from then on: it moves, and ends equal on all ranks."""
     results = launch(partial(fit, callbacks=[BackboneAtEpoch1]), 2, name, Backbone)
@@ -207,7 +207,7 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "async"])
+@pytest.mark.parametrize("name", some_quick(name for name in ALGORITHMS if name != "async"))
 def test_activation_checkpointing_with_tied_weights(name):
     """Tied weights under activation checkpointing train as without it."""
     plain, checkpointed = (launch(fit, 2, name, model) for model in (Unchecked, Checkpointed))
@@ -216,7 +216,7 @@ def test_activation_checkpointing_with_tied_weights(name):
     torch.testing.assert_close(checkpointed[0][2], plain[0][2], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", GRADIENT)
+@pytest.mark.parametrize("name", some_quick(GRADIENT))
 def test_reentrant_checkpointing_of_tied_weights_is_refused(name):
     """DDP would silently exchange a part of the gradient only: refused in the first backward pass, with the remedy."""
     with pytest.raises(RuntimeError, match="'first.weight' got its gradient in several pieces.*use_reentrant=False"):
@@ -240,7 +240,7 @@ def fit_static(rank, model_class):
     return weights(model)
 
 
-@pytest.mark.parametrize("name", WEIGHT)
+@pytest.mark.parametrize("name", some_quick(WEIGHT))
 def test_reentrant_checkpointing_where_weights_are_exchanged(name):
     """Algorithms that exchange weights do not look at backward, and take it."""
     assert agree(launch(fit, 2, name, Reentrant))
@@ -256,7 +256,7 @@ class PlainBackward(ManualRegression, Odd):
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", some_quick(ALGORITHMS))
 def test_plain_backward_in_manual_optimization(name):
     """loss.backward() is refused before the first update where gradients are exchanged, and works elsewhere."""
     if name in GRADIENT:
@@ -306,7 +306,7 @@ class Lbfgs(Odd):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", some_quick(ALGORITHMS))
 def test_lbfgs(name):
     """LBFGS trains where gradients are exchanged, and is refused by the other algorithms."""
     if name in ("gradient_allreduce", "bytegrad"):
@@ -320,8 +320,10 @@ def test_lbfgs(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*precision='16-mixed'.*not supported on CPU:UserWarning")
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "64-true"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "precision", ["16-mixed", pytest.param("bf16-mixed", marks=pytest.mark.slow), "bf16-true", "64-true"]
+)
+@pytest.mark.parametrize("name", some_quick(ALGORITHMS))
 def test_precision(name, precision):
     """Every algorithm trains in every precision that the CPU has; replicas agree."""
     results = launch(partial(fit, precision=precision), 2, name, Odd)
@@ -357,7 +359,7 @@ def compiled(model):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "async"])
+@pytest.mark.parametrize("name", some_quick(name for name in ALGORITHMS if name != "async"))
 def test_torch_compile(name):
     """A compiled module trains to the weights of the plain one."""
     results = launch(partial(fit, wrap=compiled), 2, name, Silent, timeout=100)
@@ -386,7 +388,7 @@ class Shapes(Odd):
         return super().loss(self.scale * hidden / 64) + self.none.sum()
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", some_quick(ALGORITHMS))
 def test_shapes_types_and_strides(name):
     """Scalars, empty tensors, transposed ones, float64 and frozen parameters end equal on all ranks."""
     assert agree(launch(fit, 3, name, Shapes))
@@ -413,7 +415,7 @@ class TwoOptimizers(Odd):
         return [torch.optim.SGD(half, lr=0.01, momentum=0.9) for half in halves]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", some_quick(ALGORITHMS))
 def test_two_optimizers(name):
     """With an optimizer per half of the model all ranks end equal."""
     assert agree(launch(fit, 2, name, TwoOptimizers))
