@@ -78,8 +78,8 @@ def check_collective_allowed(what: str) -> None:
     function_name = _forbidden_by.get()
     if function_name is not None:
         raise DistributedRuntimeException(
-            f"{what} was called inside {function_name}, which runs on the master rank only: the other ranks would never "
-            f"join, and this rank would wait for them forever. Call it outside of {function_name}, on every rank."
+            f"{what} was called inside {function_name}, which runs on the master rank only: the other ranks would "
+            f"never join, and this rank would wait for them forever. Call it outside of {function_name}, on every rank."
         )
 
 
@@ -324,7 +324,7 @@ class Group:
         return torch.device("cpu")
 
     def borrow(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Return a 1-D uint8 buffer with undefined content. Fresh pages cost more than an encode: so they are reused."""
+        """Return a 1-D uint8 buffer with undefined content; reused, since fresh pages are dear."""
         free = self._free[num_bytes, device]
         return free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
@@ -517,7 +517,7 @@ class Hierarchy:
         regular = group.size % group.local_size == 0
         if setting is True and not several and group.size > 1:
             warnings.warn(
-                f"hierarchical=True has no effect: {group.size} ranks with {group.local_size} per node leave nothing to "
+                f"hierarchical=True has no effect: {group.size} ranks, {group.local_size} per node, leave nothing to "
                 "do on two levels",
                 stacklevel=2,
             )
@@ -570,8 +570,8 @@ class CompressedMean:
     """Mean over ranks of one flat tensor, sent encoded: all-to-all, average at full precision, all-gather.
 
     The tensor is split in W chunks. Every rank sends its encoding of chunk k to rank k; rank k decodes them, averages
-    them with its own values (which need no encoding), encodes the result, and all ranks gather it: 2 (W - 1) / W encoded
-    tensors sent per rank, however large W is.
+    them with its own values (which need no encoding), encodes the result, and all ranks gather it: 2 (W - 1) / W
+    encoded tensors sent per rank, however large W is.
     The three stages are separate methods, so that a caller with several tensors can work on one while another travels.
 
     Every rank, the owner of a chunk included, ends with the decoded bytes, so all ranks end with the same values.

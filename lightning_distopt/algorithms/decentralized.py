@@ -14,12 +14,12 @@ from lightning_distopt.quantize import MinMaxUInt8
 
 __all__ = ["Decentralized", "LowPrecisionDecentralized"]
 
-# Elements that are quantised between the same extremes. On a CPU few enough to stay in its cache from the
-# difference to the code; on a GPU so many that starting the kernels costs little. Ranks must agree.
-SLICE_NUMEL = {"cpu": 2**18, "cuda": 2**22}
+# Elements that are worked on at a time. On a CPU few enough to stay in its cache from the difference to the code; on a
+# GPU so many that starting the kernels costs little. Ranks must agree.
+SLICE_NUMEL = {"cpu": 2**19, "cuda": 2**22}
 # Small parameters share a message of this size.
-MESSAGE_BYTES = 2**18
-MESSAGES_UNDER_WAY = 4
+MESSAGE_BYTES = 2**20
+MESSAGES_UNDER_WAY = 2
 
 
 class Decentralized(WeightExchange):
@@ -190,11 +190,11 @@ class LowPrecisionDecentralized(WeightExchange):
     update. A rank adds to its replica of a neighbour what that neighbour adds to its own: the two hold the
     same bits for ever. The optimizer's state stays each rank's own.
 
-    Sends 2N bytes per rank and exchange (N elements), and 8 bytes for every 2^18 of them (on CUDA 2^22); at
+    Sends 2N bytes per rank and exchange (N elements), and 8 bytes for every 4096 of them; at
     W = 2 both neighbours are one rank, which gets N. Blocks after the update: each slice of a parameter has extremes
     of its own, and while some slices travel the next ones are encoded. Adds three copies of the weights in
-    memory (two at W = 2), and 4 MB of messages (on CUDA 60 MB); hierarchical, a fourth copy during an exchange. Replicas
-    differ. State: the number of updates, and the three replicas.
+    memory (two at W = 2), and 4 MB of messages (on CUDA 60 MB); hierarchical, a fourth copy during an exchange.
+    Replicas differ. State: the number of updates, and the three replicas.
 
     Source: Tang et al., "Communication Compression for Decentralized Training", 2018, arXiv:1803.06443,
     algorithm 1 (DCD-PSGD); Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations",
@@ -293,8 +293,12 @@ class LowPrecisionDecentralized(WeightExchange):
         codes, *received = (buffer[: message[-1].code.stop] for buffer in buffers)
         for s in message:
             weights = s.weights()
-            difference = (s.left + s.right).div_(3).sub_(s.own, alpha=5 / 3)
-            difference.view(weights.shape).add_(weights)
+            difference = torch.empty_like(s.own)
+            shaped = difference.view(weights.shape)
+            torch.add(weights, s.left.view(weights.shape), alpha=1 / 3 if self._neighbours == 2 else 2 / 3, out=shaped)
+            if self._neighbours == 2:
+                difference.add_(s.right, alpha=1 / 3)
+            difference.sub_(s.own, alpha=5 / 3)
             self._codec.encode(difference, codes[s.code])
             self._codec.decode(codes[s.code], s.own, beta=1.0)
             weights.copy_(s.own.view(weights.shape))
