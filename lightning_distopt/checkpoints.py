@@ -95,7 +95,7 @@ def remove_parts(checkpoint: str | Path, rank: int, size: int, keep: str = "") -
         keep: id of the parts that stay.
     """
     files, folder = url_to_fs(_folder_of(checkpoint))
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, NotImplementedError):
         for path in files.ls(folder, detail=False):
             found = _NAME.fullmatch(PurePosixPath(path).name)
             if found is None or found["id"] == keep:

@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_distopt.algorithms import ALGORITHMS, Algorithm
 from lightning_distopt.algorithms.base import BucketHook, check_int
 from lightning_distopt.checkpoints import KEY, agree, load_part, new_id, remove_parts, save_part
-from lightning_distopt.collectives import FlatLayout, Group, Traffic, check_collective_allowed
+from lightning_distopt.collectives import (
+    DistributedRuntimeException,
+    FlatLayout,
+    Group,
+    Traffic,
+    check_collective_allowed,
+)
 from lightning_distopt.distributed import mean_of_replicas_, sync_model
 from lightning_distopt.options import BaguaDistributedOption, DDPOption, DistributedBaseOption, TorchOption
 from lightning_distopt.replicas import check_replicas, load_replica_, replica_of, replicas_agree
@@ -94,7 +101,8 @@ class DistOptStrategy(DDPStrategy):
                 raise TypeError(f"two algorithms were given: {option!r} and {algorithm!r}")
             option, algorithm = None, option
         if option is None:
-            option = BaguaDistributedOption(algorithm or "gradient_allreduce", **options)
+            # dict(): from plain **options the Lightning CLI would infer arguments of this class, and always give them.
+            option = BaguaDistributedOption(algorithm or "gradient_allreduce", **dict(options))
         elif algorithm is not None or options:
             given = [*([] if algorithm is None else ["algorithm"]), *options]
             raise ValueError(f"{', '.join(given)} beside an option object: give them to that object")
@@ -137,6 +145,7 @@ class DistOptStrategy(DDPStrategy):
         self._backward_seen = False
         self._replicas_differ = False
         self._restore_replica: Callable[[], None] | None = None
+        self._before_callbacks = _BeforeCallbacks(self)
         self._num_updates = 0
         self._num_gradients: Counter[int] = Counter()
         self._gradient_hooks: list[RemovableHandle] = []
@@ -190,17 +199,16 @@ class DistOptStrategy(DDPStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._backward_seen = False
+        _stop_on_sigterm_alone(trainer)
         if fitting:
             self._group = self._algorithm_group()
             self._failed = False
-            if not any(isinstance(callback, _BeforeCallbacks) for callback in _callbacks_of(trainer)):
-                _callbacks_of(trainer).insert(0, _BeforeCallbacks(self))
+            if self._before_callbacks not in _callbacks_of(trainer):
+                _callbacks_of(trainer).insert(0, self._before_callbacks)
         super().setup(trainer)
         if fitting:
             self._bind_algorithms()
             self._note_parameters()
-            if self.algorithm.exchanges == "weights":
-                _let_ranks_run_at_their_own_speed(trainer)
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         # The extension point of DDPStrategy for how the module is wrapped. The algorithm's own group also carries DDP's
@@ -498,6 +506,15 @@ class DistOptStrategy(DDPStrategy):
         self._failed = True
         self.show_replica()
 
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            exception.code = 128 + signal.SIGTERM  # else the process would end as if training were complete
+        elsewhere = isinstance(exception, RuntimeError) and not isinstance(exception, DistributedRuntimeException)
+        if elsewhere and self._group is not None and "gloo/transport/" in str(exception):
+            # A collective of Lightning's or DDP's. The traceback shows which.
+            exception.args = self._group.lost_peer("run", exception).args
+
     # -- collectives of the strategy, refused where only the master runs ---------------------------------------------
 
     def reduce(
@@ -709,21 +726,32 @@ def _split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return own, {name: value for name, value in kwargs.items() if name not in names}
 
 
-def _let_ranks_run_at_their_own_speed(trainer: "pl.Trainer") -> None:
-    """Leave out the broadcast in every training batch by which Lightning 2.6 tells ranks of a SIGTERM to rank 0.
+def _stop_on_sigterm_alone(trainer: "pl.Trainer") -> None:
+    """Let a SIGTERM end this rank after its batch, without the broadcasts by which Lightning 2.6 tells the others.
 
-    It makes all ranks wait for each other in every batch; one that does more batches than the others waits there
-    until the group's timeout. Launchers send the signal to every rank anyway.
+    Its signal handler broadcasts in the middle of whatever the ranks exchange, and all wait until the group's timeout::
+
+        rank 0: SIGTERM, broadcast ... timeout      rank 1: all-to-all ... timeout
+
+    And before every batch rank 0 broadcasts, so that a rank that does more batches than the others waits there.
+    Launchers send the signal to every rank anyway; a rank that gets none loses this one, and ends.
     """
+
+    def note_sigterm(signum: int, frame: object) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(signum)  # passes it on to the processes that Lightning itself has started
+        connector.received_sigterm = True
 
     def stop_on_sigterm() -> None:
         if trainer.received_sigterm:
             raise SIGTERMException
 
-    # Private, and unknown to older releases; Lightning has no public way to leave it out.
-    loop = trainer.fit_loop.epoch_loop
+    # Private, and unknown to older releases; Lightning has no public way to leave them out.
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     if hasattr(loop, "_broadcast_sigterm_tensor"):
         loop.__dict__["_broadcast_sigterm_tensor"] = stop_on_sigterm
+        connector.__dict__["_sigterm_notifier_fn"] = note_sigterm
 
 
 def register_strategies() -> None:

@@ -131,6 +131,32 @@ def test_looking_changes_nothing(name, tmp_path):
         assert all(map(torch.equal, left.values(), right.values()))
 
 
+class Start(pl.Callback):
+    """Keeps the weights with which training starts."""
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        self.weights = weights(pl_module)
+
+
+def start_of_fit(rank, name):
+    """Start from values that differ between ranks; return them, and what training starts with."""
+    model, start = Regression(), Start()
+    with torch.no_grad():
+        model.net[0].weight += rank
+    own = weights(model)
+    make_trainer(strategy=DistOptStrategy(name), max_steps=1, callbacks=[start]).fit(model, loader())
+    return own, start.weights
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "qadam"])
+def test_training_starts_with_the_weights_of_rank_0(name):
+    """However each rank has initialised its model, all start from rank 0's."""
+    results = launch(start_of_fit, 2, name)
+
+    assert not torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(start, results[0][0]) for _, start in results)
+
+
 class Unsynced(Regression):
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
