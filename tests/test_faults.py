@@ -1,0 +1,247 @@
+"""What a fault does: with every algorithm both ranks end soon, and say what went wrong where.
+
+``FAULTS_TABLE=faults.md pytest tests/test_faults.py`` also writes what was seen as a table.
+"""
+
+import os
+import re
+import resource
+import signal
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from models import Regression, loader, some_quick, weights
+from worlds import launch, make_trainer
+
+from lightning_distopt import DistOptStrategy
+from lightning_distopt.algorithms import ALGORITHMS, QAdamOptimizer, make_algorithm
+
+PATIENCE = 30  # seconds within which both ranks have ended
+TIMEOUT = timedelta(seconds=20)
+BATCH = 4
+OPTIONS = {"local_sgd": {"period": 2}, "diloco": {"period": 2}, "async": {"sync_interval_ms": 0}}
+QADAM = {"make_optimizer": lambda parameters: QAdamOptimizer(parameters, warmup_steps=2)}
+
+
+class Faulty(Regression):
+    """Calls ``fault`` in the fifth batch of some ranks, and leaves a file at that moment."""
+
+    def __init__(self, fault, ranks, directory, **options) -> None:
+        super().__init__(**options)
+        self.fault, self.ranks, self.directory = fault, ranks, directory
+
+    def happens(self) -> None:
+        Path(self.directory, f"fault-{self.global_rank}").touch()
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.01)
+        if batch_idx != BATCH or self.global_rank not in self.ranks:
+            return self.loss(batch)
+        self.happens()
+        return self.fault(self.loss(batch))
+
+
+def raises(loss):
+    raise ArithmeticError("the user's mistake")
+
+
+def gets_sigkill(loss):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def gets_sigint(loss):
+    os.kill(os.getpid(), signal.SIGINT)
+    return loss
+
+
+def gets_sigterm(loss):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return loss
+
+
+def returns_none(loss):
+    return None
+
+
+def returns_a_detached_zero(loss):
+    return torch.zeros(())
+
+
+# Exit code of the rank, and what its traceback says.
+STEP_FAULTS = {
+    raises: (1, r"in raises[\s\S]*ArithmeticError: the user's mistake"),
+    gets_sigkill: (-signal.SIGKILL, ""),
+    gets_sigint: (1, "KeyboardInterrupt"),
+    gets_sigterm: (128 + signal.SIGTERM, "SIGTERMException"),
+    returns_none: (1, "returning None in distributed training is not supported"),
+    returns_a_detached_zero: (1, "does not require grad"),
+}
+
+
+def fit(rank, name, fault, ranks, directory, **options):
+    """Fit 20 batches, in the fifth of which the fault happens."""
+    strategy = DistOptStrategy(make_algorithm(name, **OPTIONS.get(name, {})), timeout=TIMEOUT)
+    trainer = make_trainer(strategy=strategy, max_epochs=1, use_distributed_sampler=False, **options)
+    trainer.fit(Faulty(fault, ranks, directory, **(QADAM if name == "qadam" else {})), loader(40))
+
+
+@pytest.fixture(scope="session")
+def table():
+    """Collect what happens; write it as Markdown where FAULTS_TABLE says."""
+    rows = {}  # fault -> algorithm -> (what happens, what the user reads)
+    yield rows
+    path = os.environ.get("FAULTS_TABLE")
+    if path is not None:
+        Path(path).write_text(markdown(rows))
+
+
+def markdown(rows):
+    """Lay out faults by algorithms."""
+    names = [name for name in ALGORITHMS if any(name in row for row in rows.values())]
+    lines = [f"| fault | {' | '.join(names)} | what one reads |", f"|---{'|---' * len(names)}|---|"]
+    for fault, row in rows.items():
+        cells = [row[name][0] if name in row else "" for name in names]
+        said = row.get("bytegrad", next(iter(row.values())))[1]
+        lines.append(f"| {fault} | {' | '.join(cells)} | {said} |")
+    return "\n".join([*lines, ""])
+
+
+def seconds_since_the_fault(directory):
+    """Seconds from the first fault until now."""
+    return time.time() - min(path.stat().st_mtime for path in directory.glob("fault-*"))
+
+
+def last_line(outcome):
+    """What the rank's traceback ends with, without the module's name and the library's own reason."""
+    lines = [line for line in outcome.traceback.splitlines() if re.match(r"[A-Za-z_.]+(:|$)", line)]
+    text = re.sub(r"^[a-z_.]+\.(?=[A-Z])", "", lines[-1]) if lines else "nothing"
+    return re.sub(r": \[/.*", "", text).removeprefix("DistributedRuntimeException: ").replace("|", "/")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", some_quick(ALGORITHMS, quick=("bytegrad", "local_sgd")))
+@pytest.mark.parametrize("fault", [
+    raises, gets_sigterm, *(pytest.param(fault, marks=pytest.mark.slow) for fault in STEP_FAULTS if fault not in (raises, gets_sigterm))
+], ids=lambda fault: fault.__name__)  # fmt: skip
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_rank_fails(rank, fault, name, tmp_path, table):
+    """The rank ends with its own traceback; the other one says whom it lost, in which exchange, at which step."""
+    outcomes = launch(fit, 2, name, fault, [rank], tmp_path, init_group=False, allow_failure=True, timeout=2 * PATIENCE)
+    seconds = seconds_since_the_fault(tmp_path)
+    failed, other = outcomes[rank], outcomes[1 - rank]
+    code, own_words = STEP_FAULTS[fault]
+    lost = rf"rank {1 - rank} lost rank {rank} in {name}'s [a-z -]+ at step \d+:"
+    label = f"rank {rank} {fault.__name__.replace('_', ' ')}"
+    table.setdefault(label, {})[name] = (f"both end, {seconds:.1f} s", f"{last_line(failed)}; {last_line(other)}")
+
+    assert seconds < PATIENCE
+    assert failed.exitcode == code
+    assert re.search(own_words, failed.traceback)
+    assert other.exitcode == 1
+    assert re.search(lost, other.traceback)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("fault", [raises, gets_sigint, gets_sigterm], ids=lambda fault: fault.__name__)
+def test_both_ranks_fail(fault, name, tmp_path, table):
+    """As by Ctrl-C, a scheduler that stops the job, or a mistake that all ranks meet: nobody waits for anybody."""
+    outcomes = launch(fit, 2, name, fault, [0, 1], tmp_path, init_group=False, allow_failure=True, timeout=2 * PATIENCE)
+    seconds = seconds_since_the_fault(tmp_path)
+    label = f"each rank {fault.__name__.replace('_', ' ')}"
+    table.setdefault(label, {})[name] = (f"both end, {seconds:.1f} s", last_line(outcomes[0]))
+
+    assert seconds < PATIENCE
+    assert all(outcome.exitcode not in (0, -signal.SIGKILL) for outcome in outcomes)
+    assert any(re.search(STEP_FAULTS[fault][1], outcome.traceback) for outcome in outcomes)
+
+
+class TellsItsEnd(pl.Callback):
+    """Leaves a file when a rank's batches are over."""
+
+    def on_train_epoch_end(self, trainer, pl_module) -> None:
+        pl_module.happens()
+
+
+def fit_unevenly(rank, name, short_rank, directory):
+    """One rank has 5 batches, the other one 20."""
+    strategy = DistOptStrategy(make_algorithm(name, **OPTIONS.get(name, {})), timeout=TIMEOUT)
+    trainer = make_trainer(strategy=strategy, max_epochs=1, use_distributed_sampler=False, callbacks=[TellsItsEnd()])
+    model = Faulty(None, [], directory, **(QADAM if name == "qadam" else {}))
+    trainer.fit(model, loader(10 if rank == short_rank else 40))
+    return weights(model)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("short_rank", [0, 1])
+def test_fewer_batches_on_one_rank(short_rank, name, tmp_path, table):
+    """Where ranks must meet in every update, both end with an error; async goes on, to equal weights."""
+    outcomes = launch(
+        fit_unevenly, 2, name, short_rank, tmp_path, init_group=False, allow_failure=True, timeout=2 * PATIENCE
+    )
+    seconds = seconds_since_the_fault(tmp_path)
+    goes_on = all(outcome.ok for outcome in outcomes)
+    table.setdefault(f"rank {short_rank} has fewer batches", {})[name] = (
+        "goes on, equal weights" if goes_on else f"both end, {seconds:.1f} s",
+        "; ".join(map(last_line, outcomes)),
+    )
+
+    assert seconds < PATIENCE
+    if name == "async":
+        assert goes_on
+        assert torch.equal(outcomes[0].result, outcomes[1].result)
+    else:
+        assert [outcome.exitcode for outcome in outcomes] == [1, 1]
+
+
+class FullDisk:
+    """While this is entered, files of this process stay below 2000 bytes."""
+
+    def __enter__(self):
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, self.limits[1]))
+
+    def __exit__(self, *error):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+
+
+def fit_on_a_full_disk(rank, name, full_rank, directory):
+    """Save a checkpoint in the fifth batch, while one rank's disk is full."""
+    saving = ModelCheckpoint(directory / "checkpoints", every_n_train_steps=BATCH + 1, filename="{step}")
+    with FullDisk() if rank == full_rank else nullcontext():
+        fit(rank, name, lambda loss: loss, [0, 1], directory, callbacks=[saving], enable_checkpointing=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_disk_full_while_saving(full_rank, name, tmp_path, table):
+    """Both ranks end, and the rank's own error is named; a rank that writes nothing needs no disk."""
+    outcomes = launch(
+        fit_on_a_full_disk, 2, name, full_rank, tmp_path, init_group=False, allow_failure=True, timeout=2 * PATIENCE
+    )
+    seconds = seconds_since_the_fault(tmp_path)
+    writes = full_rank == 0 or not ALGORITHMS[name].replicas_equal
+    left = [path for path in tmp_path.rglob("*") if path.suffix in (".tmp", ".ckpt", ".pt")]
+    table.setdefault(f"disk of rank {full_rank} is full", {})[name] = (
+        f"both end, {seconds:.1f} s" if writes else "goes on: writes nothing",
+        "; ".join(map(last_line, outcomes)),
+    )
+
+    assert seconds < PATIENCE
+    if writes:
+        assert [outcome.exitcode for outcome in outcomes] == [1, 1]
+        assert "File too large" in outcomes[full_rank].traceback
+        assert not [path for path in left if path.suffix != ".ckpt" or path.stat().st_size]
+    else:
+        assert all(outcome.ok for outcome in outcomes)
