@@ -29,7 +29,8 @@ LAYERS = [
     {"bagua"},
     {"options", "checkpoints", "replicas"},
     {"strategies", "callbacks"},
-    {"bench"},
+    {"bench", "cli"},
+    {"__main__"},
 ]
 WITHOUT_LIGHTNING = ("quantize", "collectives", "distributed", "algorithms")
 

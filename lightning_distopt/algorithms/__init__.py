@@ -25,6 +25,7 @@ __all__ = [
     "QAdam",
     "QAdamOptimizer",
     "WeightExchange",
+    "did_you_mean",
     "make_algorithm",
 ]
 
@@ -60,16 +61,17 @@ def make_algorithm(algorithm: "str | Algorithm", **options: Any) -> Algorithm:
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm must be a name or an Algorithm, got {algorithm!r}")
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}{_did_you_mean(algorithm, ALGORITHMS)}")
+        raise ValueError(f"unknown algorithm {algorithm!r}{did_you_mean(algorithm, ALGORITHMS)}")
     cls = ALGORITHMS[algorithm]
     valid = list(inspect.signature(cls).parameters)
     for option in options:
         if option not in valid:
-            raise ValueError(f"unknown option {option!r} of {algorithm}{_did_you_mean(option, valid)}")
+            raise ValueError(f"unknown option {option!r} of {algorithm}{did_you_mean(option, valid)}")
     return cls(**options)
 
 
-def _did_you_mean(name: str, valid: "dict[str, Any] | list[str]") -> str:
+def did_you_mean(name: str, valid: "dict[str, Any] | list[str]") -> str:
+    """Return the rest of a message about a name that is not valid: the closest valid one, and all of them."""
     close = difflib.get_close_matches(name, valid, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return f"{hint}; valid are: {', '.join(valid)}" if valid else "; it has none"
