@@ -7,7 +7,7 @@ Each strategy trains the same model on the same text, on 2 CPU processes. A tabl
 and ``examples/out/loss_against_mb.png`` shows how far each has come for the bytes that it has sent.
 
 ``GPT`` and ``TopicsData`` are an ordinary LightningModule and LightningDataModule, which know of no strategy.
-The lines that matter are ``import lightning_distopt`` and ``pl.Trainer(strategy=...)``.
+The lines that matter are the import of ``lightning_distopt`` and ``pl.Trainer(strategy=...)``.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -33,13 +33,19 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-import lightning_distopt  # noqa: F401 - registers the strategies
+from lightning_distopt import QAdamOptimizer  # importing the package registers the strategies
 
 BASELINE = "distopt_ddp"
 STRATEGIES = [
     BASELINE,
     "distopt_bagua_gradient_allreduce",
     "distopt_bagua_bytegrad",
+    "distopt_bagua_qadam",
+    "distopt_bagua_decentralized",
+    "distopt_bagua_low_precision_decentralized",
+    "distopt_bagua_async",
+    "distopt_local_sgd",
+    "distopt_diloco",
 ]
 NUM_VALIDATIONS = 20  # points per curve
 MB = 1_000_000
@@ -60,6 +66,7 @@ class GPT(pl.LightningModule):
         context: int = 64,
         learning_rate: float = 3e-3,
         warmup_steps: int = 50,
+        optimizer: Literal["adamw", "qadam"] = "adamw",
     ) -> None:
         """Build the model.
 
@@ -70,6 +77,7 @@ class GPT(pl.LightningModule):
             context: longest window in bytes; at least that of the data.
             learning_rate: AdamW's, after the warm-up.
             warmup_steps: updates over which the rate rises from 0; a cosine takes it to a tenth at the end.
+            optimizer: "qadam" for the strategy distopt_bagua_qadam, which brings its own.
 
         Raises:
             ValueError: a value out of range.
@@ -110,9 +118,22 @@ class GPT(pl.LightningModule):
         """Log the mean over all windows of all ranks."""
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Log the mean over all windows of all ranks."""
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the most likely byte after each window but its last byte, [batch]."""
+        return self(batch[:, :-1])[:, -1].argmax(-1)
+
     def configure_optimizers(self) -> dict[str, Any]:
         """Return AdamW with a learning rate that rises, then falls."""
-        optimizer = torch.optim.AdamW(self.parameters(), self.hparams.learning_rate)
+        if self.hparams.optimizer == "qadam":
+            optimizer = QAdamOptimizer(
+                self.parameters(), self.hparams.learning_rate, weight_decay=0.01, decoupled_weight_decay=True
+            )
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), self.hparams.learning_rate)
         warmup_steps = self.hparams.warmup_steps
         num_steps = self.trainer.estimated_stepping_batches  # inf without an end: then the cosine stays 1
 
@@ -161,6 +182,14 @@ class TopicsData(pl.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Return the validation windows, always in the same order."""
         return DataLoader(self.val, self.hparams.batch_size)
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        """Return the validation windows: nothing is chosen by their loss."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        """Return the validation windows."""
+        return self.val_dataloader()
 
 
 def read_topics(seed: int) -> bytes:
@@ -239,7 +268,8 @@ def train(strategy: str, steps: int, devices: int, json_file: Path) -> None:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    trainer.fit(GPT(), TopicsData())
+    model = GPT(optimizer="qadam" if strategy == "distopt_bagua_qadam" else "adamw")
+    trainer.fit(model, TopicsData())
     if trainer.is_global_zero:
         result = {
             "strategy": strategy,

@@ -89,6 +89,7 @@ class Traffic:
 
     Attributes:
         bytes_sent: bytes that this rank has sent. An all-reduce of n bytes counts as a ring: 2 (W - 1) / W n.
+        evaluation_bytes: sent besides, for validation and checkpoints to see the mean of replicas that differ.
         num_collectives: how many collectives this rank has started.
         seconds_waited: seconds that this rank's host thread stood still for exchanges.
         label: who uses the group, for error messages.
@@ -96,6 +97,7 @@ class Traffic:
     """
 
     bytes_sent: int = 0
+    evaluation_bytes: int = 0
     num_collectives: int = 0
     seconds_waited: float = 0.0
     label: str = "distopt"
@@ -313,6 +315,14 @@ class Group:
             f"{what} differ between ranks: rank 0 has {left} where rank {other} has {right}. "
             "Every rank must build the same model."
         )
+
+    @contextmanager
+    def counted_as_evaluation(self) -> Iterator[None]:
+        """Count what is sent inside the block as ``evaluation_bytes``: its amount depends on who looks how often."""
+        before = self.traffic.bytes_sent
+        yield
+        self.traffic.evaluation_bytes += self.traffic.bytes_sent - before
+        self.traffic.bytes_sent = before
 
     # -- buffers and errors ------------------------------------------------------------------------------------------
 

@@ -180,10 +180,11 @@ class DistOptStrategy(DDPStrategy):
     # -- start and end of a fit --------------------------------------------------------------------------------------
 
     def setup_distributed(self) -> None:
-        if self.option.says_where_to_meet:
-            assert self.cluster_environment is not None
-            assert self._timeout is not None
-            self.set_world_ranks()
+        assert self.cluster_environment is not None
+        assert self._timeout is not None
+        self.set_world_ranks()
+        # Where another program has the port Lightning's own way names neither port nor host, and waits without end.
+        if self.option.says_where_to_meet or (self.world_size > 1 and not dist.is_initialized()):
             where = self.option.init_method(self.cluster_environment.main_address, self.cluster_environment.main_port)
             backend = self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
             index = self.root_device.index
@@ -241,12 +242,35 @@ class DistOptStrategy(DDPStrategy):
         if self._finished:
             return
         self._finished = True
+        if self.algorithm.exchanges == "gradients":
+            self._check_number_of_updates()
         for algorithm in self.algorithms:
             algorithm.finish()
         assert self.lightning_module is not None
         if any(True for _ in self.lightning_module.buffers()):
             # Optimizers know nothing of buffers. DDP broadcasts rank 0's, but only before a forward pass.
             self._sync_module(sync_parameters=False, reduce_buffers=not self.algorithm.replicas_equal)
+
+    def _check_number_of_updates(self) -> None:
+        """Refuse to end where other ranks train on: they wait for a gradient that never comes.
+
+        Raises:
+            DistributedRuntimeException: on every rank.
+        """
+        if self.world_size == 1:
+            return
+        told = (
+            f"rank {self.global_rank} has come to the end of training after {self._num_updates} updates, {{}}. Every rank "
+            "needs the same number of batches: leave use_distributed_sampler=True, give loaders of equal length, or use "
+            "strategy='distopt_bagua_async', which needs none of that."
+        )
+        try:
+            # Not on the algorithm's own group, where the others may be in an exchange.
+            counts = Group(self._world, traffic=self._traffic).gather_objects(self._num_updates)
+        except RuntimeError as error:
+            raise DistributedRuntimeException(told.format("and another rank has not")) from error
+        if len(set(counts)) > 1:
+            raise DistributedRuntimeException(told.format(f"and not all have made as many: {counts}"))
 
     def on_train_end(self) -> None:
         self.finish()
@@ -417,10 +441,11 @@ class DistOptStrategy(DDPStrategy):
         if self._replicas_differ and self._restore_replica is None and not self._failed:
             assert self.lightning_module is not None
             assert self._group is not None
-            self._restore_replica = mean_of_replicas_(self.lightning_module, self._group)
-            for average in _running_averages(self.lightning_module.trainer):
-                # The mean over ranks of their moving averages is the moving average of the mean: this loses nothing.
-                sync_model(average, group=self._group)
+            with self._group.counted_as_evaluation():
+                self._restore_replica = mean_of_replicas_(self.lightning_module, self._group)
+                for average in _running_averages(self.lightning_module.trainer):
+                    # The mean over ranks of their moving averages is the moving average of the mean: this loses nothing.
+                    sync_model(average, group=self._group)
 
     def show_replica(self) -> None:
         """Take :meth:`show_mean` back, bit for bit."""
@@ -510,6 +535,8 @@ class DistOptStrategy(DDPStrategy):
         super().on_exception(exception)
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = 128 + signal.SIGTERM  # else the process would end as if training were complete
+        if self.world_size > 1 and hasattr(exception, "add_note"):  # from Python 3.11 on
+            exception.add_note(f"raised on rank {self.global_rank} at step {self._traffic.step}")
         elsewhere = isinstance(exception, RuntimeError) and not isinstance(exception, DistributedRuntimeException)
         if elsewhere and self._group is not None and "gloo/transport/" in str(exception):
             # A collective of Lightning's or DDP's. The traceback shows which.
