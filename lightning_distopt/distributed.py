@@ -386,7 +386,7 @@ def _tcp_store(where: str, host: str, port: int, me: _Member) -> dist.Store:
     torchruns = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (host, str(port))
     serve = me.rank == 0 and not (torchruns and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     try:
-        return _within(
+        store = _within(
             me.timeout.total_seconds() + 1,  # a little more, so that TCPStore can say what it saw
             lambda: dist.TCPStore(host, port, me.world_size, serve, me.timeout, multi_tenant=serve),
         )
@@ -400,6 +400,14 @@ def _tcp_store(where: str, host: str, port: int, me: _Member) -> dist.Store:
         raise DistributedRuntimeException(
             f"{me} waited {me.patience} at {where} for {others}: {_first_line(error) or 'no answer'}"
         ) from error
+    own = f"process {os.getpid()} on {socket.gethostname()}"
+    holder = store.compare_set(_came(me.rank), "", own).decode()  # the same process may come again
+    if holder != own:
+        raise DistributedRuntimeException(
+            f"{me} came to {where}, where {holder} already is rank {me.rank}: end what an earlier run has left, "
+            "or give every run its own port"
+        )
+    return store
 
 
 def _file_store(path: Path, me: _Member) -> dist.Store:

@@ -7,9 +7,11 @@ import os
 import re
 import resource
 import signal
+import socket
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -245,3 +247,71 @@ def test_disk_full_while_saving(full_rank, name, tmp_path, table):
         assert not [path for path in left if path.suffix != ".ckpt" or path.stat().st_size]
     else:
         assert all(outcome.ok for outcome in outcomes)
+
+
+def fit_at_port(rank, name, port, directory):
+    """Meet at a given port."""
+    os.environ["MASTER_PORT"] = str(port)
+    Path(directory, f"fault-{rank}").touch()
+    fit(rank, name, None, [], directory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_port_in_use(name, tmp_path, table):
+    """Rank 0 cannot serve where another program listens, and rank 1 gets no answer there: both say where."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        outcomes = launch(
+            fit_at_port, 2, name, port, tmp_path, init_group=False, allow_failure=True, timeout=2 * PATIENCE
+        )
+    seconds = seconds_since_the_fault(tmp_path)
+    said = "; ".join(map(last_line, outcomes)).replace(str(port), "29500")
+    table.setdefault("another program has the port", {})[name] = (f"both end, {seconds:.1f} s", said)
+
+    assert seconds < PATIENCE
+    assert [outcome.exitcode for outcome in outcomes] == [1, 1]
+    assert re.search(rf"rank 0 of 2 cannot listen at .*{port}: the port is in use", outcomes[0].traceback)
+    assert re.search(rf"rank 1 of 2 waited 20 s at .*{port}", outcomes[1].traceback)
+
+
+def wait_for(path, loss):
+    """Wait until a file exists."""
+    while not path.exists():
+        time.sleep(0.05)
+    return loss
+
+
+def fit_beside_a_stale_process(place, name, port, directory):
+    """Places 0 and 1 are the ranks of a run; place 2 is a process that an earlier run has left, and comes first."""
+    rank = min(place, 1)
+    os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port))
+    if place == 1:
+        wait_for(directory / "fault-0", None)
+    try:
+        fit(rank, name, partial(wait_for, directory / "over"), [0], directory)
+    finally:
+        if place == 1:
+            (directory / "over").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_stale_process(name, tmp_path, table):
+    """Where a process of an earlier run has taken rank 1's place, rank 1 ends at once, and names that process.
+
+    Its launcher then ends the job.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    outcomes = launch(
+        fit_beside_a_stale_process, 3, name, port, tmp_path, init_group=False, allow_failure=True, timeout=2 * PATIENCE
+    )
+    said = re.sub(r"process \d+ on \S+", "process 1234 on node7", last_line(outcomes[1])).replace(str(port), "29500")
+    table.setdefault("a stale rank 1 comes first", {})[name] = ("rank 1 ends at once", said)
+
+    assert outcomes[1].exitcode == 1
+    assert re.search(rf"rank 1 of 2 came to .*{port}, where process \d+ on .* already is rank 1", outcomes[1].traceback)
+    assert not any(outcome.killed for outcome in outcomes)
