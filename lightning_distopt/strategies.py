@@ -10,18 +10,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -177,6 +178,9 @@ class DistOptStrategy(DDPStrategy):
         """The running algorithms: one, or one per optimizer where weights are exchanged."""
         return [algorithm for _, algorithm in self._bound] or [self.algorithm]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.algorithm!r}, option={self.option!r})"
+
     # -- start and end of a fit --------------------------------------------------------------------------------------
 
     def setup_distributed(self) -> None:
@@ -210,6 +214,14 @@ class DistOptStrategy(DDPStrategy):
         if fitting:
             self._bind_algorithms()
             self._note_parameters()
+            self._say_what_is_to_come()
+
+    def _say_what_is_to_come(self) -> None:
+        numel = sum(p.numel() for p in self._trainable)
+        expected = self.algorithm.expected_bytes(numel, self.world_size)
+        amount = "an amount that depends on the run" if expected is None else f"about {_readable(expected)}"
+        ranks = f"{self.world_size} ranks; each sends {amount} per update" if self.world_size > 1 else "1 rank, alone"
+        rank_zero_info(f"{self.algorithm!r} on {ranks}")
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         # The extension point of DDPStrategy for how the module is wrapped. The algorithm's own group also carries DDP's
@@ -746,6 +758,15 @@ def _running_averages(trainer: "pl.Trainer") -> list[torch.nn.Module]:
     return [average for average in averages if isinstance(average, torch.nn.Module)]
 
 
+def _readable(num_bytes: float) -> str:
+    """Return a number of bytes with three digits and a unit."""
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"
+
+
 def _split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments of :class:`DistOptStrategy` itself, and the others."""
     names = inspect.signature(DistOptStrategy).parameters
@@ -790,3 +811,16 @@ def register_strategies() -> None:
             algorithm=algorithm,
         )  # fmt: skip
     StrategyRegistry.register("distopt_ddp", DistOptDDPStrategy, description="DDP, traffic counted", override=True)
+    for registered in ("distopt_bagua", "distopt_ddp", *names):
+        # Fabric's strategies are of another kind; it would call the name unknown.
+        FABRIC_REGISTRY.register(
+            registered, _refuse_fabric, description="for the Trainer only", override=True, registered=registered
+        )
+
+
+def _refuse_fabric(registered: str) -> NoReturn:
+    raise TypeError(
+        f"{registered!r} is a strategy of lightning.pytorch.Trainer, and Fabric cannot run it: use that, or in a "
+        "training loop of your own, without Fabric, convert2distributed_model of lightning_distopt's "
+        "BaguaDistributedOption or DDPOption."
+    )

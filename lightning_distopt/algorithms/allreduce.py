@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_distopt.algorithms.base import GradientExchange
+from lightning_distopt.algorithms.base import GradientExchange, ring_bytes
 
 __all__ = ["GradientAllReduce"]
 
@@ -22,6 +22,9 @@ class GradientAllReduce(GradientExchange):
     """
 
     name = "gradient_allreduce"
+
+    def expected_bytes(self, numel: int, size: int) -> float:
+        return ring_bytes(4 * numel, size)
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         return self.exchange(bucket, codec=None)

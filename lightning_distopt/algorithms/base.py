@@ -26,6 +26,7 @@ __all__ = [
     "check_number",
     "optimizer_parameters",
     "require_dense_real",
+    "ring_bytes",
 ]
 
 
@@ -108,6 +109,15 @@ class Algorithm:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave on this rank. Called after :meth:`setup`."""
+
+    def expected_bytes(self, numel: int, size: int) -> float | None:
+        """Return the bytes that a rank sends per update, after any warm-up and on average; None where nobody knows.
+
+        Args:
+            numel: trainable elements, in float32.
+            size: ranks, all on nodes of their own.
+        """
+        return None
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments and their values."""
@@ -310,6 +320,11 @@ def require_dense_real(module: torch.nn.Module, algorithm: Algorithm) -> None:
                 f"{algorithm.name} cannot quantise the gradient of {name!r}, which {kind}. "
                 "Use gradient_allreduce, or make the parameter real and dense."
             )
+
+
+def ring_bytes(num_bytes: float, size: int) -> float:
+    """Return what a rank sends so that ``num_bytes`` on each of ``size`` ranks become their sum."""
+    return 2 * (size - 1) / size * num_bytes
 
 
 def check_bool(name: str, value: object) -> bool:

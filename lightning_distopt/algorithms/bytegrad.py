@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_distopt.algorithms.base import GradientExchange, require_dense_real
+from lightning_distopt.algorithms.base import GradientExchange, require_dense_real, ring_bytes
 from lightning_distopt.collectives import Group
 from lightning_distopt.quantize import MinMaxUInt8
 
@@ -42,6 +42,9 @@ class ByteGrad(GradientExchange):
     def setup(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group) -> None:
         require_dense_real(module, self)
         super().setup(module, optimizers, group)
+
+    def expected_bytes(self, numel: int, size: int) -> float:
+        return ring_bytes(MinMaxUInt8().encoded_bytes(numel, torch.float32), size)
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         return self.exchange(bucket, MinMaxUInt8())

@@ -14,6 +14,7 @@ from lightning_distopt.algorithms.base import (
     check_hierarchical,
     check_int,
     require_dense_real,
+    ring_bytes,
 )
 from lightning_distopt.collectives import Group
 from lightning_distopt.quantize import Codec, Float16
@@ -77,6 +78,9 @@ class HalfAllReduce(GradientExchange):
     def setup(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group) -> None:
         require_dense_real(module, self)
         super().setup(module, optimizers, group)
+
+    def expected_bytes(self, numel: int, size: int) -> float:
+        return ring_bytes(2 * numel, size)
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         return self.exchange(bucket, Float16() if self.dtype == "fp16" else BFloat16())

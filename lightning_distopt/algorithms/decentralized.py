@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_distopt.algorithms.base import WeightExchange, check_hierarchical, check_int
+from lightning_distopt.algorithms.base import WeightExchange, check_hierarchical, check_int, ring_bytes
 from lightning_distopt.collectives import Group, Hierarchy, Mean, NodeMean, Pending
 from lightning_distopt.quantize import MinMaxUInt8
 
@@ -79,6 +79,10 @@ class Decentralized(WeightExchange):
         self._hierarchy = Hierarchy.of(group, self.hierarchical)
         self._peers = self._peers_by_exchange(group)
         super().setup(module, optimizers, group)
+
+    def expected_bytes(self, numel: int, size: int) -> float:
+        pair = self.peer_selection_mode == "shift_one" and size > 1
+        return ring_bytes(4 * numel, 2 if pair else size) / self.communication_interval
 
     def restart(self) -> None:
         self._buffers = self.layout.empty() if self.group.size > 1 else []
@@ -219,6 +223,10 @@ class LowPrecisionDecentralized(WeightExchange):
         self._codec = MinMaxUInt8()
         self._replicas: dict[Parameter, dict[str, Tensor]] = {}
         super().setup(module, optimizers, group)
+
+    def expected_bytes(self, numel: int, size: int) -> float:
+        encoded = MinMaxUInt8().encoded_bytes(numel, torch.float32)
+        return min(2, size - 1) * encoded / self.communication_interval
 
     def restart(self) -> None:
         on_ring = self._ring is not None and self._ring.size > 1

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_distopt.algorithms.base import WeightExchange, check_bool, check_int, check_number
+from lightning_distopt.algorithms.base import WeightExchange, check_bool, check_int, check_number, ring_bytes
 from lightning_distopt.collectives import CompressedMean, FlatLayout, Group, Mean
 from lightning_distopt.quantize import BlockInt4, BlockInt8, Codec, Float16
 
@@ -48,6 +48,9 @@ class LocalSGD(WeightExchange):
     def __init__(self, period: int = 16, warmup_steps: int = 0) -> None:
         self.period = check_int("period", period, 1)
         self.warmup_steps = check_int("warmup_steps", warmup_steps, 0)
+
+    def expected_bytes(self, numel: int, size: int) -> float:
+        return ring_bytes(4 * numel, size) / self.period
 
     def before_update(self) -> None:
         if self.step < self.warmup_steps:
@@ -198,6 +201,11 @@ class DiLoCo(WeightExchange):
                 # SGD would allocate it in its first step. Here it can be seen by parameter, to be saved.
                 self._outer_optimizer.state[fragment.outer[i]]["momentum_buffer"] = momentum
         self._load_outer_state(kept)
+
+    def expected_bytes(self, numel: int, size: int) -> float:
+        codec = CODECS[self.compression]
+        encoded = 4 * numel if codec is None else codec.encoded_bytes(numel, torch.float32)
+        return ring_bytes(encoded, size) / self.period
 
     def before_update(self) -> None:
         if self.step < self.warmup_steps:

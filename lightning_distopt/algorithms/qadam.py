@@ -16,6 +16,7 @@ from lightning_distopt.algorithms.base import (
     check_int,
     check_number,
     require_dense_real,
+    ring_bytes,
 )
 from lightning_distopt.collectives import Group
 from lightning_distopt.quantize import MinMaxUInt8
@@ -78,6 +79,9 @@ class QAdam(GradientExchange):
                 )
         require_dense_real(module, self)
         super().setup(module, optimizers, group)
+
+    def expected_bytes(self, numel: int, size: int) -> float:
+        return ring_bytes(MinMaxUInt8().encoded_bytes(numel, torch.float32), size)
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Average the bucket's gradients; its first moments once all its parameters are past warm-up."""
