@@ -16,6 +16,7 @@ import contextlib
 import os
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -85,7 +86,7 @@ def load_part(checkpoint: str | Path, part_id: str, rank: int, size: int) -> dic
     return part
 
 
-def remove_parts(checkpoint: str | Path, rank: int, size: int, keep: str = "") -> None:
+def remove_parts(checkpoint: str | Path, rank: int, size: int, keep: str = "", only: str = "") -> None:
     """Remove this rank's parts of a checkpoint; on rank 0 also those of ranks that this run does not have.
 
     Args:
@@ -93,12 +94,13 @@ def remove_parts(checkpoint: str | Path, rank: int, size: int, keep: str = "") -
         rank: this rank. Each removes its own, which may lie on its own disk.
         size: number of ranks.
         keep: id of the parts that stay.
+        only: id of the parts that go; by default all the others.
     """
     files, folder = url_to_fs(_folder_of(checkpoint))
     with contextlib.suppress(OSError, NotImplementedError):
         for path in files.ls(folder, detail=False):
             found = _NAME.fullmatch(PurePosixPath(path).name)
-            if found is None or found["id"] == keep:
+            if found is None or found["id"] == keep or (only and found["id"] != only):
                 continue
             if int(found["rank"]) == rank or (rank == 0 and int(found["rank"]) >= size):
                 with contextlib.suppress(FileNotFoundError):
@@ -108,13 +110,15 @@ def remove_parts(checkpoint: str | Path, rank: int, size: int, keep: str = "") -
         files.rmdir(str(PurePosixPath(folder).parent))
 
 
-def agree(error: BaseException | None, what: str, group: Group) -> None:
+def agree(error: BaseException | None, what: str, group: Group, undo: Callable[[], None] | None = None) -> None:
     """Let every rank know whether all succeeded. Collective.
 
     Args:
         error: what went wrong on this rank, if anything.
         what: what was tried, for the message: "checkpoint x was not saved".
         group: all ranks.
+        undo: called on every rank before raising, where any rank had an error. Not called where one was lost: then
+            nobody knows what the others have done.
 
     Raises:
         DistributedRuntimeException: on every rank, if any rank had an error.
@@ -122,6 +126,8 @@ def agree(error: BaseException | None, what: str, group: Group) -> None:
     texts = group.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
     if failed:
+        if undo is not None:
+            undo()
         raise DistributedRuntimeException(f"{what}. {'; '.join(failed)}") from error
 
 

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -272,9 +273,9 @@ class DistOptStrategy(DDPStrategy):
         if self.world_size == 1:
             return
         told = (
-            f"rank {self.global_rank} has come to the end of training after {self._num_updates} updates, {{}}. Every rank "
-            "needs the same number of batches: leave use_distributed_sampler=True, give loaders of equal length, or use "
-            "strategy='distopt_bagua_async', which needs none of that."
+            f"rank {self.global_rank} has come to the end of training after {self._num_updates} updates, {{}}. Every "
+            "rank needs the same number of batches: leave use_distributed_sampler=True, give loaders of equal length, "
+            "or use strategy='distopt_bagua_async', which needs none of that."
         )
         try:
             # Not on the algorithm's own group, where the others may be in an exchange.
@@ -456,7 +457,7 @@ class DistOptStrategy(DDPStrategy):
             with self._group.counted_as_evaluation():
                 self._restore_replica = mean_of_replicas_(self.lightning_module, self._group)
                 for average in _running_averages(self.lightning_module.trainer):
-                    # The mean over ranks of their moving averages is the moving average of the mean: this loses nothing.
+                    # The mean over ranks of their moving averages is the moving average of the mean: no loss.
                     sync_model(average, group=self._group)
 
     def show_replica(self) -> None:
@@ -488,10 +489,12 @@ class DistOptStrategy(DDPStrategy):
             part["optimizer_states"] = checkpoint["optimizer_states"]  # rank 0's are in the checkpoint
         # First the parts, then the file they belong to: a file that exists has all its parts.
         error = _attempt(lambda: save_part(part, path, part_id, self.global_rank, self.world_size))
-        agree(error, f"The checkpoint {path} was not saved; earlier ones are as they were", self._group)
+        failed = f"The checkpoint {path} was not saved; earlier ones are as they were"
+        undo = partial(remove_parts, path, self.global_rank, self.world_size, only=part_id)
+        agree(error, failed, self._group, undo)
         checkpoint[KEY] = {"id": part_id, "algorithm": self.algorithm.name, "world_size": self.world_size}
         error = _attempt(lambda: super(DistOptStrategy, self).save_checkpoint(checkpoint, path, storage_options))
-        agree(error, f"The checkpoint {path} was not saved; earlier ones are as they were", self._group)
+        agree(error, failed, self._group, undo)
         remove_parts(path, self.global_rank, self.world_size, keep=part_id)
         if shown:
             self.show_mean()
