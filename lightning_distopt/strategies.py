@@ -344,7 +344,11 @@ class DistOptStrategy(DDPStrategy):
             self._num_gradients[id(parameter)] += 1
 
         self._num_gradients.clear()
-        self._gradient_hooks = [p.register_post_accumulate_grad_hook(count) for p in self._trainable]
+        self._gradient_hooks = [
+            p.register_post_accumulate_grad_hook(count)
+            for p in self._trainable
+            if p.requires_grad  # not toggled off
+        ]
 
     def _check_gradients(self) -> None:
         """Refuse a gradient that comes in pieces: DDP exchanges the first, and each rank keeps its own others."""
