@@ -384,9 +384,10 @@ def _tcp_store(where: str, host: str, port: int, me: _Member) -> dist.Store:
     except (OSError, UnicodeError) as error:
         raise DistributedRuntimeException(f"{me} cannot use {where}: {error}") from error
     torchruns = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (host, str(port))
-    serve = me.rank == 0 and not (torchruns and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    agents = torchruns and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serve = me.rank == 0 and not agents
     try:
-        store = _within(
+        store: dist.Store = _within(
             me.timeout.total_seconds() + 1,  # a little more, so that TCPStore can say what it saw
             lambda: dist.TCPStore(host, port, me.world_size, serve, me.timeout, multi_tenant=serve),
         )
@@ -400,6 +401,10 @@ def _tcp_store(where: str, host: str, port: int, me: _Member) -> dist.Store:
         raise DistributedRuntimeException(
             f"{me} waited {me.patience} at {where} for {others}: {_first_line(error) or 'no answer'}"
         ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if agents and attempt != "0":
+        # torchrun's store outlives a restart, with the addresses of processes that are dead.
+        store = dist.PrefixStore(f"attempt {attempt}", store)
     own = f"process {os.getpid()} on {socket.gethostname()}"
     holder = store.compare_set(_came(me.rank), "", own).decode()  # the same process may come again
     if holder != own:
