@@ -8,6 +8,8 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -315,3 +317,136 @@ def test_a_stale_process(name, tmp_path, table):
     assert outcomes[1].exitcode == 1
     assert re.search(rf"rank 1 of 2 came to .*{port}, where process \d+ on .* already is rank 1", outcomes[1].traceback)
     assert not any(outcome.killed for outcome in outcomes)
+
+
+def script_environ():
+    """Return the environment of a script that imports from the tests."""
+    tests = Path(__file__).parent
+    return {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}", "OMP_NUM_THREADS": "1"}
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from models import Regression, loader, weights
+from test_faults import OPTIONS
+from lightning_distopt import DistOptStrategy
+from lightning_distopt.algorithms import make_algorithm
+
+name, directory, killed = sys.argv[1:]
+
+class Killed(Regression):
+    def on_train_start(self):
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        Path(directory, f"started-{attempt}").write_text(str(self.trainer.global_step))
+
+    def training_step(self, batch, batch_idx):
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if killed == "killed" and first and self.global_rank == 1 and (self.current_epoch, batch_idx) == (2, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+torch.set_num_threads(1)
+model = Killed()
+trainer = pl.Trainer(
+    strategy=DistOptStrategy(make_algorithm(name, **OPTIONS.get(name, {}))), accelerator="cpu", devices=2,
+    max_epochs=4, limit_train_batches=3, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    callbacks=[ModelCheckpoint(directory, save_last=True)],
+)
+trainer.fit(model, loader(), ckpt_path="last")
+torch.save(weights(model), f"{directory}/weights-{trainer.global_rank}.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["bytegrad", "low_precision_decentralized", "diloco"])
+def test_torchrun_restarts_a_killed_rank(name, tmp_path):
+    """With --max-restarts=1 and ckpt_path="last" the job goes on by itself, and ends with an undisturbed run's weights."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}", str(script), name]
+    final = {}
+    for how in ("killed", "undisturbed"):
+        directory = tmp_path / how
+        directory.mkdir()
+        done = subprocess.run(
+            [*torchrun, str(directory), how],
+            check=False,
+            env=script_environ(),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        final[how] = [torch.load(directory / f"weights-{rank}.pt") for rank in (0, 1)]
+
+    assert (tmp_path / "killed" / "started-0").read_text() == "0"
+    assert (tmp_path / "killed" / "started-1").read_text() == "6"
+    assert not (tmp_path / "undisturbed" / "started-1").exists()
+    assert all(map(torch.equal, final["killed"], final["undisturbed"]))
+    assert torch.equal(*final["killed"])
+
+
+LAUNCHED = """
+import os, sys
+from datetime import timedelta
+from pathlib import Path
+import torch
+import lightning.pytorch as pl
+from models import loader
+from test_faults import OPTIONS, Faulty, gets_sigkill, gets_sigterm, raises
+from lightning_distopt import DistOptStrategy
+from lightning_distopt.algorithms import make_algorithm
+
+name, fault, rank, directory = sys.argv[1:]
+Path(directory, f"pid-{os.getpid()}").touch()
+torch.set_num_threads(1)
+trainer = pl.Trainer(
+    strategy=DistOptStrategy(make_algorithm(name, **OPTIONS.get(name, {})), timeout=timedelta(seconds=20)),
+    accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(Faulty(globals()[fault], [int(rank)], directory), loader(80))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["bytegrad", "diloco"])
+@pytest.mark.parametrize("fault", [raises, gets_sigkill, gets_sigterm], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_lightnings_launcher(rank, fault, name, tmp_path):
+    """The command ends with an error, the user's traceback is in its output, and none of its processes is left."""
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    command = [sys.executable, str(script), name, fault.__name__, str(rank), str(tmp_path)]
+    done = subprocess.run(
+        command, check=False, env=script_environ(), cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    seconds = seconds_since_the_fault(tmp_path)
+    processes = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    while seconds_since_the_fault(tmp_path) < PATIENCE and any(map(is_alive, processes)):
+        time.sleep(0.1)  # a rank that the first process has left to itself ends by losing it
+
+    assert seconds < PATIENCE
+    assert done.returncode != 0
+    assert len(processes) == 2
+    assert not any(map(is_alive, processes))
+    if fault is raises:
+        assert "ArithmeticError: the user's mistake" in done.stderr
+
+
+def is_alive(pid):
+    """Whether a process still runs; one that has ended, and nobody has asked for its exit code, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
