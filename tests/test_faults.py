@@ -111,7 +111,8 @@ def markdown(rows):
     lines = [f"| fault | {' | '.join(names)} | what one reads |", f"|---{'|---' * len(names)}|---|"]
     for fault, row in rows.items():
         cells = [row[name][0] if name in row else "" for name in names]
-        said = row.get("bytegrad", next(iter(row.values())))[1]
+        ends = {name: text for name, (what, text) in row.items() if not what.startswith("goes on")}
+        said = ends.get("bytegrad", next(iter(ends.values()), ""))
         lines.append(f"| {fault} | {' | '.join(cells)} | {said} |")
     return "\n".join([*lines, ""])
 
