@@ -177,11 +177,11 @@ class TopicsData(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Return the training windows, shuffled."""
-        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(self.train, batch_size=self.hparams.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Return the validation windows, always in the same order."""
-        return DataLoader(self.val, self.hparams.batch_size)
+        return DataLoader(self.val, batch_size=self.hparams.batch_size)
 
     def test_dataloader(self) -> DataLoader[Tensor]:
         """Return the validation windows: nothing is chosen by their loss."""

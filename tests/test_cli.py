@@ -267,7 +267,7 @@ def test_module_runs_two_processes(tmp_path):
     command = ["-m", "lightning_distopt", "fit", *module_arguments(tmp_path / "out", devices=2)]
     printed = run_python(*command, "--trainer.strategy=distopt_bagua_bytegrad", folder=tmp_path)
 
-    assert "Starting with 2 processes" in printed
+    assert "on 2 ranks; each sends about" in printed
 
 
 @pytest.mark.slow
@@ -282,3 +282,15 @@ def test_example_runs_on_two_processes(config, tmp_path):
 
     assert "`max_steps=4` reached" in printed
     assert "trainer:" in saved.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "shown"), [("validate", "val_loss"), ("test", "test_loss"), ("predict", "")])
+def test_example_evaluates_on_two_processes(what, shown, tmp_path):
+    """``examples/train.py`` validates, tests and predicts on two processes."""
+    tiny = ["--model.width=16", "--model.depth=1", "--model.heads=2", "--data.val_windows=16"]
+    tiny += [f"--config={EXAMPLES / 'configs/async.yaml'}", f"--trainer.default_root_dir={tmp_path}"]
+    printed = run_python(EXAMPLES / "train.py", what, *tiny, folder=tmp_path)
+
+    assert "[rank: 1]" in printed
+    assert shown in printed
