@@ -126,7 +126,8 @@ def last_line(outcome):
     """What the rank's traceback ends with, without the module's name and the library's own reason."""
     lines = [line for line in outcome.traceback.splitlines() if re.match(r"[A-Za-z_.]+(:|$)", line)]
     text = re.sub(r"^[a-z_.]+\.(?=[A-Z])", "", lines[-1]) if lines else "nothing"
-    return re.sub(r": \[/.*", "", text).removeprefix("DistributedRuntimeException: ").replace("|", "/")
+    text = re.sub(r"/\S+/checkpoints/", "checkpoints/", re.sub(r": \[/.*", "", text))
+    return text.removeprefix("DistributedRuntimeException: ").replace("|", "/")
 
 
 @pytest.mark.timeout(180)
