@@ -523,10 +523,14 @@ def peak_memory(rank, name, options):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("name", "options", "size", "copies"),
-    [(name, options, size, 1 if name == "decentralized" else 3) for name, options in ALGORITHMS for size in (2, 4)],
+    [
+        (name, options, size, 1 if name == "decentralized" else min(3, size))
+        for name, options in ALGORITHMS
+        for size in (2, 4)
+    ],
     ids=str,
 )
 def test_memory_is_what_it_says(name, options, size, copies):
-    """From setup to finish the peak grows by one copy of the weights, or three, and a few MB of messages."""
+    """From setup to finish the peak grows by one copy of the weights, or three (two in a ring of two), and some MB of messages and scratch."""
     for added in launch(peak_memory, size, name, options):
-        assert copies * 0.95 < added < copies + 0.25
+        assert copies * 0.95 < added < copies + 0.35  # 50 MB of weights

@@ -18,7 +18,7 @@ __all__ = ["Decentralized", "LowPrecisionDecentralized"]
 # GPU so many that starting the kernels costs little. Ranks must agree.
 SLICE_NUMEL = {"cpu": 2**19, "cuda": 2**22}
 # Small parameters share a message of this size.
-MESSAGE_BYTES = 2**20
+MESSAGE_BYTES = 2**19
 MESSAGES_UNDER_WAY = 2
 
 
@@ -197,7 +197,7 @@ class LowPrecisionDecentralized(WeightExchange):
     Sends 2N bytes per rank and exchange (N elements), and 8 bytes for every 4096 of them; at
     W = 2 both neighbours are one rank, which gets N. Blocks after the update: each slice of a parameter has extremes
     of its own, and while some slices travel the next ones are encoded. Adds three copies of the weights in
-    memory (two at W = 2), and 4 MB of messages (on CUDA 60 MB); hierarchical, a fourth copy during an exchange.
+    memory (two at W = 2), and about 14 MB of messages and scratch (on CUDA 60 MB); hierarchical, a fourth copy during an exchange.
     Replicas differ. State: the number of updates, and the three replicas.
 
     Source: Tang et al., "Communication Compression for Decentralized Training", 2018, arXiv:1803.06443,
