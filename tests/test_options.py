@@ -246,9 +246,7 @@ def both_drivers(rank, options, ports):
 def test_plain_loops_equal_the_lightning_driver(method, cases, tmp_path):
     """20 steps with one option object end with the same weights and bytes in both drivers, on both methods."""
     where = (
-        {"init_method": "file", "sync_file": tmp_path / "meet"}
-        if method == "file"
-        else {"master_addr": "127.0.0.1"}
+        {"init_method": "file", "sync_file": tmp_path / "meet"} if method == "file" else {"master_addr": "127.0.0.1"}
     )
     options = {name: make(timeout=SECONDS, **where) for name, make in cases.items()}
     results = launch(both_drivers, 2, options, [free_port() for _ in range(3 * len(cases))], init_group=False)
