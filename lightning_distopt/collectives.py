@@ -39,6 +39,7 @@ __all__ = [
     "Pending",
     "Traffic",
     "check_collective_allowed",
+    "checksum",
     "forbid_collectives",
     "local_world_size",
 ]
@@ -386,6 +387,31 @@ def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+# A checksum works in pieces, so that its integers need no more than a few MB.
+_PIECE_NUMEL = 2**18
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return an integer that almost surely changes when any bit of a tensor does, or the order of its elements.
+
+    Args:
+        tensor: of any type and strides. Only elements count, not how they lie in memory.
+
+    Returns:
+        A 0-dimensional int64 tensor on the same device. Nothing is copied to the host.
+    """
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    # Odd factors lose no bit, and sums wrap around: integers modulo 2^64.
+    factors = torch.arange(min(_PIECE_NUMEL, bits.numel()), device=bits.device).mul_(2).add_(1).mul_(0x9E3779B97F4A7C1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in bits.split(_PIECE_NUMEL):
+        total = total * 0x100000001B3 + (piece * factors[: piece.numel()]).sum()
+    return total
+
+
 class FlatLayout:
     """Many tensors seen as few flat buffers: one for all that fit float32, one for all that need float64.
 
@@ -605,13 +631,14 @@ class CompressedMean:
         self._group = group
         self._codec = codec
         self._alpha = 1 / group.size if average else 1.0
+        self._nothing_to_send = group.size == 1 or flat.numel() == 0
         self._chunk_numel = -(-flat.numel() // group.size)
         self._chunk_bytes = codec.encoded_bytes(self._chunk_numel, flat.dtype)
         self._chunks = [self._chunk(flat, k) for k in range(group.size)]
 
     def scatter(self) -> None:
         """Stage 1: encode, and start sending chunk k to rank k."""
-        if self._group.size == 1:
+        if self._nothing_to_send:
             return
         self._codes = self._group.borrow(self._chunk_bytes * self._group.size, self.flat.device)
         if self._error is not None:
@@ -625,7 +652,7 @@ class CompressedMean:
 
     def gather(self) -> None:
         """Stage 2: average the own chunk, encode the mean, and start gathering all means."""
-        if self._group.size == 1:
+        if self._nothing_to_send:
             return
         self._pending.wait()
         own = self._chunks[self._group.rank]
@@ -649,7 +676,7 @@ class CompressedMean:
 
     def finish(self) -> Tensor:
         """Stage 3: decode the means into ``flat``, and return it. A single rank's tensor comes back untouched."""
-        if self._group.size == 1:
+        if self._nothing_to_send:
             return self.flat
         self._pending.wait()
         for chunk, piece in zip(self._chunks, self._pieces(self._codes), strict=True):

@@ -553,7 +553,8 @@ def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:
     Raises:
         TypeError: ``fn`` is a generator or a coroutine, whose body runs after the call, or not a function.
     """
-    if not callable(fn) or inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+    late = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if not callable(fn) or any(is_late(fn) for is_late in late):
         raise TypeError(f"master_only needs a plain function or method, got {fn!r}")
     name = getattr(fn, "__qualname__", repr(fn))
 

@@ -7,13 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_distopt.collectives import DistributedRuntimeException, Group
+from lightning_distopt.collectives import DistributedRuntimeException, Group, checksum
 
-__all__ = ["check_replicas", "checksum", "load_replica_", "replica_of", "replicas_agree"]
-
-# A checksum works in pieces, so that its integers need no more than a few MB.
-_PIECE_NUMEL = 2**18
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["check_replicas", "load_replica_", "replica_of", "replicas_agree"]
 
 
 def replica_of(module: nn.Module) -> dict[str, Tensor]:
@@ -72,23 +68,3 @@ def check_replicas(module: nn.Module, group: Group, step: int) -> None:
         f"{named[first][0]!r}. It was changed in a way that the strategy cannot see: look for random numbers, a plain "
         "loss.backward(), or code that runs on one rank only."
     )
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Return an integer that almost surely changes when any bit of a tensor does, or the order of its elements.
-
-    Args:
-        tensor: of any type and strides. Only elements count, not how they lie in memory.
-
-    Returns:
-        A 0-dimensional int64 tensor on the same device. Nothing is copied to the host.
-    """
-    flat = tensor.detach().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    bits = flat.view(_INTEGERS[flat.element_size()])
-    # Odd factors lose no bit, and sums wrap around: integers modulo 2^64.
-    factors = torch.arange(min(_PIECE_NUMEL, bits.numel()), device=bits.device).mul_(2).add_(1).mul_(0x9E3779B97F4A7C1)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece in bits.split(_PIECE_NUMEL):
-        total = total * 0x100000001B3 + (piece * factors[: piece.numel()]).sum()
-    return total

@@ -255,7 +255,7 @@ class DistOptStrategy(DDPStrategy):
         if self._finished:
             return
         self._finished = True
-        if self.algorithm.exchanges == "gradients":
+        if not self.algorithm.uneven_updates:
             self._check_number_of_updates()
         for algorithm in self.algorithms:
             algorithm.finish()
@@ -284,6 +284,13 @@ class DistOptStrategy(DDPStrategy):
             raise DistributedRuntimeException(told.format("and another rank has not")) from error
         if len(set(counts)) > 1:
             raise DistributedRuntimeException(told.format(f"and not all have made as many: {counts}"))
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # A learning-rate finder runs a whole fit of its own before this one begins.
+        self._finished = False
+        self._num_updates = 0
+        self._replicas_differ = not self.algorithm.replicas_equal
 
     def on_train_end(self) -> None:
         self.finish()
@@ -315,6 +322,7 @@ class DistOptStrategy(DDPStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         super().pre_backward(closure_loss)
         if self._hook is not None:
+            self._check_known()
             self._hook.complete = False
             if not self._backward_seen:
                 self._watch_gradients()
@@ -330,12 +338,26 @@ class DistOptStrategy(DDPStrategy):
         if self.model.require_backward_grad_sync and not self.model.static_graph:
             # DDP itself notices in the next forward. By then this rank may hang in the reduction of a logged value,
             # and the others in that of the missing gradient.
+            assert self.lightning_module is not None
+            unused = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p.grad is None]
+            which = f" ({', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''})" if unused else ""
             raise RuntimeError(
-                "Some parameters were not used in producing the loss that training_step returned, so their gradients "
-                "cannot be exchanged. If this is intended, pass `find_unused_parameters=True` to the strategy, for "
+                f"Some parameters{which} were not used in producing this loss on rank {self.global_rank}, so their "
+                "gradients cannot be exchanged. If this is intended, pass `find_unused_parameters=True` to the strategy, for "
                 f"instance `Trainer(strategy={type(self).__name__}(..., find_unused_parameters=True))`; or let them "
                 "take part in the loss."
             )
+
+    def _check_known(self) -> None:
+        """Refuse a gradient that DDP would leave to this rank alone."""
+        assert self.lightning_module is not None
+        known = set(map(id, self._trainable))
+        for name, parameter in self.lightning_module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise RuntimeError(
+                    f"{name!r} was added or unfrozen inside training_step, too late for this backward pass to exchange "
+                    "its gradient. Do it in on_train_epoch_start or on_train_batch_start."
+                )
 
     def _watch_gradients(self) -> None:
         """Count how often each parameter gets a gradient in the first backward pass."""
@@ -415,11 +437,19 @@ class DistOptStrategy(DDPStrategy):
         self._parameters = list(self.lightning_module.parameters())
         self._trainable = [p for p in self._parameters if p.requires_grad]
 
+    def _finds_unused(self) -> bool:
+        return isinstance(self.model, DistributedDataParallel) and self.model.find_unused_parameters
+
     def _follow_parameters(self) -> None:
         """Notice layers that were added, replaced, unfrozen or frozen since the last batch, on every rank alike."""
         known, trainable = self._parameters, self._trainable
         self._note_parameters()
-        if _same(known, self._parameters) and _same(trainable, self._trainable):
+        if _same(known, self._parameters) and (
+            _same(trainable, self._trainable)
+            # A part that is frozen between two batches, as a discriminator is, need not leave DDP for it.
+            or (self._finds_unused() and set(map(id, self._trainable)) <= set(map(id, trainable)))
+        ):
+            self._trainable = trainable
             return
         assert self._group is not None
         if isinstance(self.model, DistributedDataParallel):
@@ -608,7 +638,14 @@ class DistOptStrategy(DDPStrategy):
             )
         if self.algorithm.exchanges == "gradients":
             self._bound = [(optimizer, self.algorithm) for optimizer in self.optimizers[:1]]
+            if not self.optimizers:
+                self.algorithm.setup(self.lightning_module, [], self._group)
         else:
+            if not self.optimizers:
+                raise ValueError(
+                    f"{self.algorithm.name} exchanges the weights of optimizers, and configure_optimizers returned none"
+                )
+            self._check_shared()
             for optimizer in self.optimizers:
                 if isinstance(optimizer, LBFGS):
                     raise ValueError(
@@ -625,6 +662,18 @@ class DistOptStrategy(DDPStrategy):
             algorithm.setup(self.lightning_module, own, self._group)
         self._replicas_differ = not self.algorithm.replicas_equal
         self._finished = False
+
+    def _check_shared(self) -> None:
+        """Refuse a parameter in two optimizers: one's exchange would undo the other's update."""
+        seen: set[int] = set()
+        for optimizer in self.optimizers:
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if seen & own:
+                raise ValueError(
+                    f"{self.algorithm.name} cannot exchange a parameter that two optimizers update. Give each "
+                    "parameter to one optimizer, or use gradient_allreduce or bytegrad."
+                )
+            seen |= own
 
     def _sync_module(self, **what: bool) -> None:
         assert self.lightning_module is not None

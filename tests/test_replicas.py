@@ -12,8 +12,8 @@ from worlds import launch, make_trainer, run_ranks
 
 from lightning_distopt import DistOptStrategy
 from lightning_distopt.algorithms import ALGORITHMS, AsyncModelAverage, DiLoCo, LocalSGD
-from lightning_distopt.collectives import DistributedRuntimeException, Group
-from lightning_distopt.replicas import check_replicas, checksum
+from lightning_distopt.collectives import DistributedRuntimeException, Group, checksum
+from lightning_distopt.replicas import check_replicas
 
 MAKERS = {
     **ALGORITHMS,

@@ -61,6 +61,9 @@ def make_algorithm(algorithm: "str | Algorithm", **options: Any) -> Algorithm:
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm must be a name or an Algorithm, got {algorithm!r}")
     if algorithm not in ALGORITHMS:
+        bare = algorithm.removeprefix("distopt_").removeprefix("bagua_")
+        if bare in ALGORITHMS:
+            raise ValueError(f"{algorithm!r} is a strategy for the Trainer; the algorithm's name is {bare!r}")
         raise ValueError(f"unknown algorithm {algorithm!r}{did_you_mean(algorithm, ALGORITHMS)}")
     cls = ALGORITHMS[algorithm]
     valid = list(inspect.signature(cls).parameters)

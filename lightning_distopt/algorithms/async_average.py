@@ -47,6 +47,7 @@ class AsyncModelAverage(WeightExchange):
     """
 
     name = "async"
+    uneven_updates = True
 
     _rounds: Group | None = None  # what rounds run on
     _pending: list[Pending] | None = None  # the round in flight

@@ -54,6 +54,7 @@ class Algorithm:
         replicas_equal: whether all ranks hold the same weights after every update.
         bucket_cap_mb: MiB per DDP bucket; None for DDP's default.
         loss_scaling: whether gradients may arrive multiplied by a GradScaler's factor.
+        uneven_updates: whether ranks may do different numbers of updates.
     """
 
     name: ClassVar[str]
@@ -62,6 +63,7 @@ class Algorithm:
     replicas_equal: ClassVar[bool] = True
     bucket_cap_mb: ClassVar[float | None] = None
     loss_scaling: ClassVar[bool] = True
+    uneven_updates: ClassVar[bool] = False
 
     module: torch.nn.Module
     optimizers: Sequence[torch.optim.Optimizer]

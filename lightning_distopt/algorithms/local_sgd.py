@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_distopt.algorithms.base import WeightExchange, check_bool, check_int, check_number, ring_bytes
-from lightning_distopt.collectives import CompressedMean, FlatLayout, Group, Mean
+from lightning_distopt.collectives import CompressedMean, FlatLayout, Group, Mean, checksum
 from lightning_distopt.quantize import BlockInt4, BlockInt8, Codec, Float16
 
 __all__ = ["DiLoCo", "LocalSGD"]
@@ -430,7 +430,7 @@ def average_buffers_(module: torch.nn.Module, group: Group) -> None:
     buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
     if not buffers or group.size == 1:
         return
-    sums = torch.stack([buffer.sum(dtype=torch.float64).to(group.device) for buffer in buffers])
+    sums = torch.stack([checksum(buffer).to(group.device) for buffer in buffers])
     every = sums.new_empty(group.size * len(buffers))
     group.all_gather(every, sums).wait()
     equal = (every.view(group.size, -1) == sums).all(0)

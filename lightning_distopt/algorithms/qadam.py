@@ -110,13 +110,18 @@ class QAdam(GradientExchange):
         self._held = {}
 
 
+# A second moment below this fraction of the mean one counts as zero.
+NOISE = 1e-5
+
+
 class QAdamOptimizer(torch.optim.Optimizer):
     """Adam for the first ``warmup_steps`` updates of each parameter, then with a frozen second moment.
 
     The optimizer half of :class:`QAdam`, whose docstring has the equations. Without that algorithm it folds
     the gradient into the first moment itself, and so trains like :class:`QAdam` on one rank.
 
-    An element whose gradient was exactly zero through all of warm-up has no second moment to freeze: divided
+    An element whose gradient was zero through all of warm-up, or rounding noise (second moment below 1e-5 of the mean
+    one), has no second moment to freeze: divided
     by zero, its first update would be as large as 1 / eps. The second moment of such elements is therefore
     not frozen. It goes on as in Adam, starting anew at the end of warm-up, with the gradient that two
     averaged first moments give: g = (m_t - b1 m_(t-1)) / (1 - b1). So these elements move as soon as they
@@ -300,7 +305,10 @@ class QAdamOptimizer(torch.optim.Optimizer):
             state["idle"] = state.get("idle", True) & (gradient == 0)
         if not warming_up and "frozen_at" not in state:
             state["frozen_at"] = step - 1
-            late = (second == 0) | state.pop("idle", False)
+            # A gradient that is zero but for rounding noise, as that of a bias in front of a BatchNorm, leaves a second
+            # moment that is no scale for anything: the quantiser's rounding over its root would be a large step.
+            noise = NOISE * self._mean_second_moment(self.state.values(), beta2)
+            late = (second <= noise) | state.pop("idle", False)
             if late.any():
                 second.masked_fill_(late, 0.0)
                 state["floor"] = self._mean_second_moment([state], beta2) or self._mean_second_moment(
