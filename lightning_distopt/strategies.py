@@ -109,7 +109,10 @@ class DistOptStrategy(DDPStrategy):
             given = [*([] if algorithm is None else ["algorithm"]), *options]
             raise ValueError(f"{', '.join(given)} beside an option object: give them to that object")
         if not isinstance(option, TorchOption):
-            raise TypeError(f"option must be a DDPOption or BaguaDistributedOption, got {option!r}")
+            raise TypeError(
+                "a strategy takes an algorithm's name, an instance such as DiLoCo(period=50), a DDPOption or a "
+                f"BaguaDistributedOption, got {option!r}"
+            )
         if getattr(option, "engine", "auto") == "bagua":
             raise ValueError(
                 "engine='bagua' runs in plain loops only, by convert2distributed_model: the original Bagua predates "
@@ -340,11 +343,11 @@ class DistOptStrategy(DDPStrategy):
             # and the others in that of the missing gradient.
             assert self.lightning_module is not None
             unused = [n for n, p in self.lightning_module.named_parameters() if p.requires_grad and p.grad is None]
-            which = f" ({', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''})" if unused else ""
+            which = f" ({', '.join(unused[:5])}{', ...' * (len(unused) > 5)})" if unused else ""
             raise RuntimeError(
                 f"Some parameters{which} were not used in producing this loss on rank {self.global_rank}, so their "
-                "gradients cannot be exchanged. If this is intended, pass `find_unused_parameters=True` to the strategy, for "
-                f"instance `Trainer(strategy={type(self).__name__}(..., find_unused_parameters=True))`; or let them "
+                "gradients cannot be exchanged. If this is intended, pass `find_unused_parameters=True` to the strategy, "
+                f"for instance `Trainer(strategy={type(self).__name__}(..., find_unused_parameters=True))`; or let them "
                 "take part in the loss."
             )
 

@@ -110,8 +110,8 @@ class QAdam(GradientExchange):
         self._held = {}
 
 
-# A second moment below this fraction of the mean one counts as zero.
-NOISE = 1e-5
+# A second moment below this fraction of the mean one counts as zero: gradients of a hundredth of the usual size.
+NOISE = 1e-4
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
@@ -120,7 +120,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     The optimizer half of :class:`QAdam`, whose docstring has the equations. Without that algorithm it folds
     the gradient into the first moment itself, and so trains like :class:`QAdam` on one rank.
 
-    An element whose gradient was zero through all of warm-up, or rounding noise (second moment below 1e-5 of the mean
+    An element whose gradient was zero through all of warm-up, or rounding noise (second moment below 1e-4 of the mean
     one), has no second moment to freeze: divided
     by zero, its first update would be as large as 1 / eps. The second moment of such elements is therefore
     not frozen. It goes on as in Adam, starting anew at the end of warm-up, with the gradient that two
@@ -308,7 +308,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             # A gradient that is zero but for rounding noise, as that of a bias in front of a BatchNorm, leaves a second
             # moment that is no scale for anything: the quantiser's rounding over its root would be a large step.
             noise = NOISE * self._mean_second_moment(self.state.values(), beta2)
-            late = (second <= noise) | state.pop("idle", False)
+            late = (second <= noise * (1 - beta2 ** (step - 1))) | state.pop("idle", False)
             if late.any():
                 second.masked_fill_(late, 0.0)
                 state["floor"] = self._mean_second_moment([state], beta2) or self._mean_second_moment(
