@@ -346,8 +346,9 @@ class DistOptStrategy(DDPStrategy):
             which = f" ({', '.join(unused[:5])}{', ...' * (len(unused) > 5)})" if unused else ""
             raise RuntimeError(
                 f"Some parameters{which} were not used in producing this loss on rank {self.global_rank}, so their "
-                "gradients cannot be exchanged. If this is intended, pass `find_unused_parameters=True` to the strategy, "
-                f"for instance `Trainer(strategy={type(self).__name__}(..., find_unused_parameters=True))`; or let them "
+                "gradients cannot be exchanged. If this is intended, pass `find_unused_parameters=True` to the "
+                f"strategy, for instance `Trainer(strategy={type(self).__name__}(..., find_unused_parameters=True))`; "
+                "or let them "
                 "take part in the loss."
             )
 
