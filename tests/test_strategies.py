@@ -113,7 +113,8 @@ class OddParts(Regression):
     """A frozen layer, a tied weight, and a layer that only rank 0 uses."""
 
     def __init__(self, unused: bool = False) -> None:
-        super().__init__()
+        super().__init__(lr=0.002)
+        torch.manual_seed(0)
         self.frozen = nn.Linear(8, 8)
         self.frozen.requires_grad_(False)
         self.first = nn.Linear(8, 8, bias=False)
@@ -160,6 +161,7 @@ def fit_with_unused(rank, strategy):
 class Complex(Regression):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.phase = nn.Parameter(torch.ones(8, dtype=torch.complex64))
 
     def loss(self, batch):
@@ -169,6 +171,7 @@ class Complex(Regression):
 class Sparse(Regression):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.table = nn.Embedding(64, 8, sparse=True)
 
     def loss(self, batch):
