@@ -65,8 +65,15 @@ def save_part(part: dict[str, Any], checkpoint: str | Path, part_id: str, rank: 
         raise
 
 
-def load_part(checkpoint: str | Path, part_id: str, rank: int, size: int) -> dict[str, Any]:
+def load_part(checkpoint: str | Path, part_id: str, rank: int, size: int, weights_only: bool = True) -> dict[str, Any]:
     """Read what :func:`save_part` wrote.
+
+    Args:
+        checkpoint: path of the checkpoint.
+        part_id: the id that its parts have.
+        rank: whose part.
+        size: number of ranks.
+        weights_only: refuse anything but tensors and plain values, as ``torch.load`` does.
 
     Raises:
         DistributedRuntimeException: the part is missing, incomplete or another one; names it.
@@ -77,10 +84,11 @@ def load_part(checkpoint: str | Path, part_id: str, rank: int, size: int) -> dic
         raise DistributedRuntimeException(f"{path} is missing")
     try:
         with files.open(local, "rb") as file:
-            part: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+            part: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
         found = part["id"]
     except Exception as error:  # what torch raises for a damaged file is not documented
-        raise DistributedRuntimeException(f"{path} is incomplete or damaged") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DistributedRuntimeException(f"{path} is incomplete or damaged, or cannot be read: {reason}") from error
     if found != part_id:
         raise DistributedRuntimeException(f"{path} belongs to another checkpoint")
     return part

@@ -148,6 +148,7 @@ class DistOptStrategy(DDPStrategy):
         self._bound: list[tuple[Optimizer, Algorithm]] = []
         self._hook: BucketHook | None = None
         self._backward_seen = False
+        self._weights_only = True
         self._replicas_differ = False
         self._restore_replica: Callable[[], None] | None = None
         self._before_callbacks = _BeforeCallbacks(self)
@@ -543,6 +544,8 @@ class DistOptStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._checkpoint_path = checkpoint_path
+        # Releases of Lightning before 2.6 have no such argument.
+        self._weights_only = kwargs.get("weights_only", args[0] if args else None) is not False
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -564,7 +567,9 @@ class DistOptStrategy(DDPStrategy):
         assert self.lightning_module is not None
         part: dict[str, Any] = {}
         error = _attempt(
-            lambda: part.update(load_part(self._checkpoint_path, saved["id"], self.global_rank, self.world_size))
+            lambda: part.update(
+                load_part(self._checkpoint_path, saved["id"], self.global_rank, self.world_size, self._weights_only)
+            )
         )
         agree(
             error,
