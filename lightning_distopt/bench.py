@@ -38,6 +38,8 @@ __all__ = ["bench_quantize", "main"]
 CODECS: tuple[Codec, ...] = (MinMaxUInt8(), BlockInt8(), BlockInt4(), Float16(), NoCompression())
 
 WIDTH = 1024
+# Enough that no second moment is small by chance, which would cost QAdam extra work.
+QADAM_WARMUP = 8
 BASELINES = ("compute", "ddp", "ddp_fp16", "ddp_adam")
 # Options under which a short benchmark shows the algorithm's steady state.
 OPTIONS: dict[str, dict[str, object]] = {}
@@ -81,7 +83,7 @@ def measure(name: str, rank: int, args: argparse.Namespace) -> Measurement:
     if name == "ddp_adam":
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-4)
     if name == "qadam":
-        optimizer = QAdamOptimizer(module.parameters(), lr=1e-4, warmup_steps=1)
+        optimizer = QAdamOptimizer(module.parameters(), lr=1e-4, warmup_steps=QADAM_WARMUP)
     if name in ALGORITHMS:
         group = Group(dist.new_group(timeout=timedelta(seconds=args.timeout)))
         algorithm = make_algorithm(name, **OPTIONS.get(name, {}))
@@ -107,7 +109,7 @@ def measure(name: str, rank: int, args: argparse.Namespace) -> Measurement:
         if algorithm is not None:
             algorithm.after_step()
 
-    for _ in range(args.warmup):
+    for _ in range(args.warmup + (QADAM_WARMUP if name == "qadam" else 0)):
         update()
     dist.barrier()
     sent_before = group.traffic.bytes_sent if group else 0
