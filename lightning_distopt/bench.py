@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_distopt.algorithms import ALGORITHMS, QAdamOptimizer, make_algorithm
+from lightning_distopt.algorithms import ALGORITHMS, Algorithm, QAdamOptimizer, WeightExchange, make_algorithm
 from lightning_distopt.algorithms.base import BucketHook
 from lightning_distopt.collectives import Group
 from lightning_distopt.quantize import BlockInt4, BlockInt8, Codec, Float16, MinMaxUInt8, NoCompression
@@ -41,8 +41,6 @@ WIDTH = 1024
 # Enough that no second moment is small by chance, which would cost QAdam extra work.
 QADAM_WARMUP = 8
 BASELINES = ("compute", "ddp", "ddp_fp16", "ddp_adam")
-# Options under which a short benchmark shows the algorithm's steady state.
-OPTIONS: dict[str, dict[str, object]] = {}
 
 
 @dataclass
@@ -50,7 +48,7 @@ class Measurement:
     """One algorithm on one rank.
 
     Attributes:
-        name: of the algorithm, or one of ``BASELINES``.
+        name: what was measured, as written in ``--algorithms``.
         step_ms: mean milliseconds per update.
         sent_mb: MB sent per update, as counted; None for the baselines.
         interface_mb: MB per update that left the rank's network interface; None where that is not known.
@@ -74,19 +72,70 @@ def make_model(num_params: int) -> nn.Sequential:
     return layers
 
 
-def measure(name: str, rank: int, args: argparse.Namespace) -> Measurement:
-    """Train with one algorithm and time its updates. Collective."""
+def make_entry(entry: str) -> Algorithm | None:
+    """Build what one entry of ``--algorithms`` asks for.
+
+    Args:
+        entry: a name, or a name with options, as "diloco:period=20,compression=int8"; or one of ``BASELINES``.
+
+    Returns:
+        The algorithm, or None for a baseline.
+
+    Raises:
+        ValueError: unknown name or option, or a value out of range.
+        TypeError: a value of the wrong type.
+    """
+    name, _, rest = entry.partition(":")
+    options: dict[str, bool | int | float | str] = {}
+    for option in filter(None, rest.split(",")):
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise ValueError(f"{option!r} in {entry!r} must read option=value")
+        options[key] = parse_value(value)
+    if name in BASELINES:
+        if options:
+            raise ValueError(f"{name} has no options, got {rest!r}")
+        return None
+    if name not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm {name!r}; valid are: {', '.join((*BASELINES, *ALGORITHMS))}")
+    return make_algorithm(name, **options)
+
+
+def parse_value(text: str) -> bool | int | float | str:
+    """Read a value from the command line: true or false, a whole number, a number, or else the text itself."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def whole_periods(updates: int, entry: str, algorithm: Algorithm | None) -> int:
+    """Round a number of updates up to whole periods, where the entry of ``--algorithms`` says the period."""
+    period = getattr(algorithm, "period", 1) if "period=" in entry else 1
+    return -(-updates // period) * int(period)
+
+
+def measure(entry: str, rank: int, args: argparse.Namespace) -> Measurement:
+    """Train with one algorithm and time its updates. Collective.
+
+    Bytes are counted from before the warm-up to after the end of the last exchange: with nothing under way at either
+    end, both counters see the same exchanges. Time is taken in between, where exchanges overlap with updates.
+    """
+    name = entry.partition(":")[0]
     module = make_model(args.params)
     model: nn.Module = module
     optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
-    group = algorithm = None
+    group = None
     if name == "ddp_adam":
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-4)
     if name == "qadam":
         optimizer = QAdamOptimizer(module.parameters(), lr=1e-4, warmup_steps=QADAM_WARMUP)
-    if name in ALGORITHMS:
+    algorithm = make_entry(entry)
+    warmup, steps = (whole_periods(updates, entry, algorithm) for updates in (args.warmup, args.steps))
+    if algorithm is not None:
         group = Group(dist.new_group(timeout=timedelta(seconds=args.timeout)))
-        algorithm = make_algorithm(name, **OPTIONS.get(name, {}))
         if algorithm.exchanges == "gradients":
             model = DistributedDataParallel(
                 module, process_group=group.process_group, bucket_cap_mb=algorithm.bucket_cap_mb,
@@ -109,31 +158,33 @@ def measure(name: str, rank: int, args: argparse.Namespace) -> Measurement:
         if algorithm is not None:
             algorithm.after_step()
 
-    for _ in range(args.warmup + (QADAM_WARMUP if name == "qadam" else 0)):
+    for _ in range(QADAM_WARMUP if name == "qadam" else 0):
         update()
     dist.barrier()
     sent_before = group.traffic.bytes_sent if group else 0
     seen_before = interface_bytes(args.interface)
-    start = time.perf_counter()
-    for _ in range(args.steps):
+    for _ in range(warmup):
         update()
-    seconds = time.perf_counter() - start
-    sent = group.traffic.bytes_sent - sent_before if group else None
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        update()
+    step_ms = 1000 * (time.perf_counter() - start) / steps
     buffers = live_bytes() - plain_bytes(module, optimizer) - batch.numel() * batch.element_size()
-    if algorithm is not None:
-        algorithm.teardown()
+    if isinstance(algorithm, WeightExchange):
+        algorithm.flush()
     dist.barrier()
     seen_after = interface_bytes(args.interface)
-    seen = (
-        None
-        if seen_before is None or seen_after is None
-        else (seen_after - seen_before) / (1 if args.rate else args.nproc)
-    )
+    sent = group.traffic.bytes_sent - sent_before if group else None
+    if algorithm is not None:
+        algorithm.teardown()
+    mb_per_update = 1e-6 / (warmup + steps)
+    ranks_seen = 1 if args.rate else args.nproc
     return Measurement(
-        name,
-        1e3 * seconds / args.steps,
-        None if sent is None else sent / 1e6 / args.steps,
-        None if seen is None else seen / 1e6 / args.steps,
+        entry,
+        step_ms,
+        None if sent is None else sent * mb_per_update,
+        None if seen_before is None or seen_after is None else (seen_after - seen_before) * mb_per_update / ranks_seen,
         buffers / 1e6 if algorithm is not None else None,
     )
 
@@ -170,12 +221,12 @@ def worker(args: argparse.Namespace) -> None:
     )  # fmt: skip
     results = []
     for round_ in range(args.rounds):
-        for name in args.algorithms:
+        for entry in args.algorithms:
             if args.rank == 0:
-                print(f"\rround {round_ + 1}/{args.rounds}: {name:<32}", end="", file=sys.stderr, flush=True)
-            results.append(asdict(measure(name, args.rank, args)))
+                print(f"\rround {round_ + 1}/{args.rounds}: {entry:<50}", end="", file=sys.stderr, flush=True)
+            results.append(asdict(measure(entry, args.rank, args)))
     if args.rank == 0:
-        print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
+        print("\r" + " " * 70 + "\r", end="", file=sys.stderr, flush=True)
     Path(args.results).write_text(json.dumps(results))
     dist.destroy_process_group()
 
@@ -323,7 +374,8 @@ def summarise(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     step_ms = {row["name"]: row["step_ms"] for row in rows}
     for row in rows:
         # QAdam brings its own optimizer, so it is compared with DDP under Adam; all others run SGD.
-        reference = step_ms.get("ddp_adam" if row["name"] in ("qadam", "ddp_adam") else "ddp")
+        adam = row["name"].partition(":")[0] in ("qadam", "ddp_adam")
+        reference = step_ms.get("ddp_adam" if adam else "ddp")
         row["times_ddp"] = None if reference is None else row["step_ms"] / reference
     return rows
 
@@ -334,10 +386,11 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         "ms per step": "step_ms", "MB sent": "sent_mb", "MB on the interface": "interface_mb",
         "MB of buffers": "buffers_mb", "ratio to DDP": "times_ddp",
     }  # fmt: skip
-    print(f"{'':<28}" + "".join(f"{title:>21}" for title in columns))
+    width = max(28, *(len(row["name"]) + 1 for row in rows))
+    print(f"{'':<{width}}" + "".join(f"{title:>21}" for title in columns))
     for row in rows:
         cells = ["-" if row[key] is None else f"{row[key]:.2f}" for key in columns.values()]
-        print(f"{row['name']:<28}" + "".join(f"{cell:>21}" for cell in cells))
+        print(f"{row['name']:<{width}}" + "".join(f"{cell:>21}" for cell in cells))
     print("MB are per rank and step; one step is one optimizer update. qadam is compared with DDP under Adam.")
 
 
@@ -348,8 +401,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=2, help="number of ranks on this machine")
     parser.add_argument("--params", type=float, default=12.6e6, help="parameters of the model")
     parser.add_argument("--batch", type=int, default=64, help="rows per rank and step: sets the compute time")
-    parser.add_argument("--algorithms", nargs="+", default=[*BASELINES, *ALGORITHMS], metavar="NAME",
-                        help=f"out of {', '.join((*BASELINES, *ALGORITHMS))}")  # fmt: skip
+    parser.add_argument("--algorithms", nargs="+", default=[*BASELINES, *ALGORITHMS], metavar="NAME[:OPTION=VALUE,...]",
+                        help=f"out of {', '.join((*BASELINES, *ALGORITHMS))}; with options of the algorithm as in "
+                        "diloco:period=20,compression=int8, where a period rounds --warmup and --steps up to whole "
+                        "periods")  # fmt: skip
     parser.add_argument("--rate", help="shape the network between ranks, for instance 200mbit; needs root and iproute2")
     parser.add_argument("--steps", type=int, default=10, help="timed updates per round")
     parser.add_argument("--warmup", type=int, default=3, help="updates before each timing")
@@ -361,10 +416,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for internal in ("--address", "--interface", "--results"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    known = (*BASELINES, *ALGORITHMS)
-    for name in args.algorithms:
-        if name not in known:
-            parser.error(f"unknown algorithm {name!r}; valid are: {', '.join(known)}")
+    for entry in args.algorithms:
+        try:
+            make_entry(entry)
+        except (TypeError, ValueError) as error:
+            parser.error(str(error))
     for name in ("nproc", "batch", "steps", "rounds"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
