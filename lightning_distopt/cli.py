@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -9,6 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_distopt import algorithms
 from lightning_distopt.algorithms import did_you_mean
+from lightning_distopt.strategies import PYTORCH_LIGHTNING
 
 __all__ = ["ArgumentParser", "DistOptCLI", "main"]
 
@@ -53,6 +55,8 @@ def main() -> None:
 
 def _valid(message: str) -> str:
     """Return what to add to jsonargparse's message about a class or an option: a sentence, or nothing."""
+    if "pytorch_lightning" in sys.modules and "does not correspond to a subclass of" in message:
+        return f"\n{PYTORCH_LIGHTNING}"
     refused = re.findall(r"class_path '(?:\w+\.)*(\w+)':\s+Option '(\w+)' is not accepted", message)
     if refused:
         name, option = refused[-1]  # the innermost

@@ -48,6 +48,11 @@ __all__ = ["DistOptBaguaStrategy", "DistOptDDPStrategy", "DistOptStrategy", "reg
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
+PYTORCH_LIGHTNING = (
+    "pytorch_lightning is imported, whose Trainer and LightningModule do not work with lightning_distopt: write `import "
+    "lightning.pytorch as pl` in place of `import pytorch_lightning as pl`, everywhere."
+)
+
 
 class DistOptStrategy(DDPStrategy):
     """Data-parallel training in which an :class:`~lightning_distopt.algorithms.Algorithm` exchanges between ranks.
@@ -98,6 +103,8 @@ class DistOptStrategy(DDPStrategy):
             ValueError: unknown algorithm or option, with the valid ones listed.
             TypeError: a value of the wrong type.
         """
+        if "pytorch_lightning" in sys.modules:
+            rank_zero_warn(PYTORCH_LIGHTNING)
         if isinstance(option, str | Algorithm):
             if algorithm is not None:
                 raise TypeError(f"two algorithms were given: {option!r} and {algorithm!r}")
@@ -881,6 +888,30 @@ def register_strategies() -> None:
         FABRIC_REGISTRY.register(
             registered, _refuse_fabric, description="for the Trainer only", override=True, registered=registered
         )
+
+    if _PytorchLightning not in sys.meta_path:
+        sys.meta_path.insert(0, _PytorchLightning)
+    _PytorchLightning.find_spec("")
+
+
+class _PytorchLightning:
+    """Puts refusals of our names into pytorch_lightning's registry, which would call them unknown.
+
+    It may be imported before this package, or after it. An importer sees the latter; this one never finds anything.
+    """
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> None:
+        registry = getattr(sys.modules.get("pytorch_lightning.strategies"), "StrategyRegistry", None)
+        if registry is None or "distopt_ddp" in registry:
+            return
+        for registered in StrategyRegistry:
+            if registered.startswith("distopt_"):
+                registry.register(registered, _refuse_pytorch_lightning, description="for lightning.pytorch only")
+
+
+def _refuse_pytorch_lightning() -> NoReturn:
+    raise TypeError(PYTORCH_LIGHTNING)
 
 
 def _refuse_fabric(registered: str) -> NoReturn:

@@ -119,6 +119,21 @@ def test_fit_starts_with_one_line(strategy, line):
     assert "per update" not in outcomes[1].output
 
 
+def evaluate(rank):
+    """Validate, test and predict."""
+    trainer = make_trainer(strategy="distopt_bagua_bytegrad")
+    for run in (trainer.validate, trainer.test, trainer.predict):
+        run(Regression(), loader(8))
+
+
+def test_evaluation_announces_nothing():
+    """The line speaks of updates, so it comes with fit only."""
+    outcomes = launch(evaluate, 2, allow_failure=True)
+
+    assert all(outcome.ok for outcome in outcomes)
+    assert all("ByteGrad" not in outcome.output for outcome in outcomes)
+
+
 def test_alone_the_line_says_so():
     """On one rank nothing is announced as sent."""
     (outcome,) = launch(fit, 1, "distopt_bagua_bytegrad", allow_failure=True)
