@@ -49,8 +49,8 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 PYTORCH_LIGHTNING = (
-    "pytorch_lightning is imported, whose Trainer and LightningModule do not work with lightning_distopt: write `import "
-    "lightning.pytorch as pl` in place of `import pytorch_lightning as pl`, everywhere."
+    "pytorch_lightning is imported, whose Trainer and LightningModule do not work with lightning_distopt: write "
+    "`import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`, everywhere."
 )
 
 
