@@ -1,12 +1,15 @@
 """Measure what an exchange costs: ``python -m lightning_distopt.bench``.
 
-Every figure of one run is measured side by side on the same machine: compare ratios, not milliseconds.
+Every figure of one run is measured side by side on the same machine: compare ratios, not milliseconds. Under torchrun
+the ranks that it started are measured, so also a link between two machines; else ranks are started here.
 """
 
 import argparse
 import contextlib
 import gc
+import importlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -16,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,9 +31,27 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_distopt.algorithms import ALGORITHMS, Algorithm, QAdamOptimizer, WeightExchange, make_algorithm
+from lightning_distopt.advise import (
+    Cost,
+    DryGroup,
+    Prediction,
+    Update,
+    background,
+    mb_per_update,
+    recommend,
+    replay,
+    work_and_transfer,
+)
+from lightning_distopt.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    GradientAllReduce,
+    QAdamOptimizer,
+    WeightExchange,
+    make_algorithm,
+)
 from lightning_distopt.algorithms.base import BucketHook
-from lightning_distopt.collectives import Group
+from lightning_distopt.collectives import Group, Pending, local_world_size
 from lightning_distopt.quantize import BlockInt4, BlockInt8, Codec, Float16, MinMaxUInt8, NoCompression
 
 __all__ = ["bench_quantize", "main"]
@@ -62,14 +83,42 @@ class Measurement:
     buffers_mb: float | None
 
 
-def make_model(num_params: int) -> nn.Sequential:
-    """Build square layers with about ``num_params`` parameters (12.6 M: twelve of 1024 x 1024)."""
-    generator = torch.Generator().manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(max(1, round(num_params / WIDTH**2)))))
-    with torch.no_grad():
-        for parameter in layers.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / WIDTH**0.5)
-    return layers
+@dataclass
+class Workload:
+    """What is trained.
+
+    Attributes:
+        module: its forward takes no arguments and returns the loss.
+        optimizer: over its parameters.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+class SquareLayers(nn.Module):
+    """Square layers on one batch, with about ``num_params`` parameters (12.6 M: twelve of 1024 x 1024)."""
+
+    def __init__(self, num_params: float, batch: int, rank: int) -> None:
+        """Give every rank the same weights, and a batch and a factor of the loss of its own."""
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(max(1, round(num_params / WIDTH**2)))))
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) / WIDTH**0.5
+        self.batch = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(rank))
+        self.factor = 1 + rank
+
+    def forward(self) -> torch.Tensor:
+        """Return the loss."""
+        loss: torch.Tensor = self.factor * self.layers(self.batch).square().mean()
+        return loss
+
+
+def make_workload(args: argparse.Namespace) -> Workload:
+    """Make the model that ``--params`` and ``--batch`` ask for."""
+    module = SquareLayers(args.params, args.batch, args.rank)
+    return Workload(module, torch.optim.SGD(module.parameters(), lr=1e-4))
 
 
 def make_entry(entry: str) -> Algorithm | None:
@@ -111,57 +160,75 @@ def parse_value(text: str) -> bool | int | float | str:
     return text
 
 
-def whole_periods(updates: int, entry: str, algorithm: Algorithm | None) -> int:
-    """Round a number of updates up to whole periods, where the entry of ``--algorithms`` says the period."""
-    period = getattr(algorithm, "period", 1) if "period=" in entry else 1
-    return -(-updates // period) * int(period)
+def whole_periods(updates: int, algorithm: Algorithm | None) -> int:
+    """Round a number of updates up to whole periods of the algorithm."""
+    period = getattr(algorithm, "period", 1)
+    return math.ceil(updates / period) * int(period)
 
 
-def measure(entry: str, rank: int, args: argparse.Namespace) -> Measurement:
-    """Train with one algorithm and time its updates. Collective.
+def prepare(
+    entry: str, workload: Workload, algorithm: Algorithm | None, group: Group, ddp_group: dist.ProcessGroup | None
+) -> Callable[[], None]:
+    """Set an algorithm up on a workload. Collective.
 
-    Bytes are counted from before the warm-up to after the end of the last exchange: with nothing under way at either
-    end, both counters see the same exchanges. Time is taken in between, where exchanges overlap with updates.
+    Args:
+        entry: of ``--algorithms``.
+        workload: gets another optimizer, where the algorithm or baseline has one of its own.
+        algorithm: to be set up; None for a baseline.
+        group: for the algorithm.
+        ddp_group: for DDP.
+
+    Returns:
+        A function that makes one update.
     """
     name = entry.partition(":")[0]
-    module = make_model(args.params)
-    model: nn.Module = module
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
-    group = None
+    module: nn.Module = workload.module
+    trainable = [p for p in module.parameters() if p.requires_grad]
     if name == "ddp_adam":
-        optimizer = torch.optim.Adam(module.parameters(), lr=1e-4)
-    if name == "qadam":
-        optimizer = QAdamOptimizer(module.parameters(), lr=1e-4, warmup_steps=QADAM_WARMUP)
-    algorithm = make_entry(entry)
-    warmup, steps = (whole_periods(updates, entry, algorithm) for updates in (args.warmup, args.steps))
-    if algorithm is not None:
-        group = Group(dist.new_group(timeout=timedelta(seconds=args.timeout)))
-        if algorithm.exchanges == "gradients":
-            model = DistributedDataParallel(
-                module, process_group=group.process_group, bucket_cap_mb=algorithm.bucket_cap_mb,
-                gradient_as_bucket_view=True,
-            )  # fmt: skip
-            BucketHook(model, algorithm)
-        algorithm.setup(module, [optimizer], group)
-    elif name != "compute":
-        model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        workload.optimizer = torch.optim.Adam(trainable, lr=1e-4)
+    elif name == "qadam":
+        workload.optimizer = QAdamOptimizer(trainable, lr=1e-4, warmup_steps=QADAM_WARMUP)
+    optimizer = workload.optimizer
+    if algorithm is not None and algorithm.exchanges == "gradients":
+        module = DistributedDataParallel(
+            module, process_group=ddp_group, bucket_cap_mb=algorithm.bucket_cap_mb, gradient_as_bucket_view=True
+        )
+        BucketHook(module, algorithm)
+    elif algorithm is None and name != "compute":
+        module = DistributedDataParallel(module, process_group=ddp_group, gradient_as_bucket_view=True)
         if name == "ddp_fp16":
-            model.register_comm_hook(None, fp16_compress_hook)
-    batch = torch.randn(args.batch, WIDTH, generator=torch.Generator().manual_seed(rank))
+            module.register_comm_hook(None, fp16_compress_hook)
+    if algorithm is not None:
+        algorithm.setup(workload.module, [optimizer], group)
 
     def update() -> None:
         optimizer.zero_grad()
-        ((1 + rank) * model(batch).square().mean()).backward()
+        module().backward()
         if algorithm is not None:
             algorithm.before_step()
         optimizer.step()
         if algorithm is not None:
             algorithm.after_step()
 
-    for _ in range(QADAM_WARMUP if name == "qadam" else 0):
+    return update
+
+
+def measure(entry: str, args: argparse.Namespace, workload: Workload) -> Measurement:
+    """Train with one algorithm and time its updates. Collective.
+
+    Bytes are counted from before the warm-up to after the end of the last exchange: with nothing under way at either
+    end, both counters see the same exchanges. Time is taken in between, where exchanges overlap with updates.
+    """
+    algorithm = make_entry(entry)
+    warmup, steps = args.warmup, args.steps
+    if args.verify or "period=" in entry:
+        warmup, steps = (whole_periods(updates, algorithm) for updates in (warmup, steps))
+    group = Group(dist.new_group(timeout=timedelta(seconds=args.timeout)))
+    update = prepare(entry, workload, algorithm, group, group.process_group)
+    for _ in range(QADAM_WARMUP if entry.partition(":")[0] == "qadam" else 0):
         update()
     dist.barrier()
-    sent_before = group.traffic.bytes_sent if group else 0
+    sent_before = group.traffic.bytes_sent
     seen_before = interface_bytes(args.interface)
     for _ in range(warmup):
         update()
@@ -170,22 +237,22 @@ def measure(entry: str, rank: int, args: argparse.Namespace) -> Measurement:
     for _ in range(steps):
         update()
     step_ms = 1000 * (time.perf_counter() - start) / steps
-    buffers = live_bytes() - plain_bytes(module, optimizer) - batch.numel() * batch.element_size()
+    buffers = live_bytes() - plain_bytes(workload)
     if isinstance(algorithm, WeightExchange):
         algorithm.flush()
     dist.barrier()
     seen_after = interface_bytes(args.interface)
-    sent = group.traffic.bytes_sent - sent_before if group else None
+    sent = group.traffic.bytes_sent - sent_before
     if algorithm is not None:
         algorithm.teardown()
     mb_per_update = 1e-6 / (warmup + steps)
-    ranks_seen = 1 if args.rate else args.nproc
+    ranks_seen = args.nproc if args.interface == "lo" else 1
     return Measurement(
         entry,
         step_ms,
-        None if sent is None else sent * mb_per_update,
+        None if algorithm is None else sent * mb_per_update,
         None if seen_before is None or seen_after is None else (seen_after - seen_before) * mb_per_update / ranks_seen,
-        buffers / 1e6 if algorithm is not None else None,
+        None if algorithm is None else buffers / 1e6,
     )
 
 
@@ -197,10 +264,12 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def plain_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the memory of weights, gradients and optimizer state."""
-    tensors = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
-    tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+def plain_bytes(workload: Workload) -> int:
+    """Return the memory of weights, gradients, batch and optimizer state."""
+    tensors = [t for p in workload.module.parameters() for t in (p, p.grad) if t is not None]
+    tensors += [t for t in vars(workload.module).values() if isinstance(t, torch.Tensor)]
+    states = workload.optimizer.state.values()
+    tensors += [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -212,23 +281,272 @@ def interface_bytes(interface: str) -> int | None:
         return None
 
 
-def worker(args: argparse.Namespace) -> None:
-    """Be one rank: measure everything, and leave the results in a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{args.address}:{args.port}", rank=args.rank, world_size=args.nproc,
-        timeout=timedelta(seconds=args.timeout),
-    )  # fmt: skip
+def measure_rounds(args: argparse.Namespace, group: Group, workload: Workload | None = None) -> list[dict[str, Any]]:
+    """Measure all algorithms in turn, several times, and put rounds and ranks together. Collective."""
     results = []
     for round_ in range(args.rounds):
         for entry in args.algorithms:
-            if args.rank == 0:
-                print(f"\rround {round_ + 1}/{args.rounds}: {entry:<50}", end="", file=sys.stderr, flush=True)
-            results.append(asdict(measure(entry, args.rank, args)))
+            show(args, f"round {round_ + 1}/{args.rounds}: {entry}")
+            fresh = make_workload(args) if workload is None else replace(workload)
+            results.append(asdict(measure(entry, args, fresh)))
+            gc.collect()  # an old DDP's hooks go with it
+    show(args, "")
+    return summarise(group.gather_objects(results))
+
+
+def show(args: argparse.Namespace, text: str) -> None:
+    """Say what is under way, on one line."""
     if args.rank == 0:
-        print("\r" + " " * 70 + "\r", end="", file=sys.stderr, flush=True)
-    Path(args.results).write_text(json.dumps(results))
-    dist.destroy_process_group()
+        print(f"\r{text:<70}" + ("" if text else "\r"), end="", file=sys.stderr, flush=True)
+
+
+def work(args: argparse.Namespace) -> dict[str, Any]:
+    """Be one rank: join the others, and return what all of them have measured."""
+    init_method = "env://" if args.address is None else f"tcp://{args.address}:{args.port}"
+    dist.init_process_group(
+        "gloo", init_method=init_method, rank=args.rank, world_size=args.nproc, timeout=timedelta(seconds=args.timeout)
+    )
+    group = Group(dist.group.WORLD, timeout=timedelta(seconds=args.timeout))
+    try:
+        if not args.advise:
+            torch.set_num_threads(1)
+            return {"rows": measure_rounds(args, group)}
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size(args.nproc)))
+        if args.model is None:
+            return advise(args, group, make_workload(args))
+        return with_model(args, partial(advise, args, group))
+    finally:
+        dist.destroy_process_group()
+
+
+# -- advice ------------------------------------------------------------------------------------------------------------
+
+
+def advise(args: argparse.Namespace, group: Group, workload: Workload) -> dict[str, Any]:
+    """Measure compute and link, predict every algorithm, and recommend one. Collective; the same on every rank."""
+    alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
+    show(args, "compute")
+    compute = measure_compute(workload)
+    for parameter in workload.module.parameters():
+        # What gets no gradient is not trained; DDP would wait for it.
+        parameter.requires_grad_(parameter.requires_grad and parameter.grad is not None)
+    costs = measure_link(args, group)
+    predictions = []
+    for entry in args.algorithms:
+        show(args, f"predicting {entry}")
+        predictions.append(predict(entry, replace(workload), compute, costs, group.size, alone))
+        gc.collect()  # an old DDP's hooks go with it
+        group.barrier()
+    show(args, "")
+    rows = []
+    for ranks in zip(*group.gather_objects(predictions), strict=True):
+        slowest = max(ranks, key=lambda prediction: prediction.step_ms)
+        rows.append({"name": slowest.name, "predicted_ms": slowest.step_ms, "sent_mb": slowest.sent_mb})
+        predictions[len(rows) - 1] = slowest
+    add_ratios(rows, "predicted_ms")
+    if args.verify:
+        uneven = max(args.steps, math.ceil(2 / compute.seconds))
+        for row, entry in zip(rows, args.algorithms, strict=True):
+            algorithm = make_entry(entry)
+            steps = uneven if algorithm is not None and algorithm.uneven_updates else args.steps
+            one = argparse.Namespace(**{**vars(args), "algorithms": [entry], "steps": steps})
+            (measured,) = measure_rounds(one, group, None if args.model is None else workload)
+            row["measured_ms"] = measured["step_ms"]
+            row["error"] = row["predicted_ms"] / row["measured_ms"] - 1
+    reduce = costs["all-reduce"]
+    return {
+        "ranks": group.size,
+        "num_params": sum(p.numel() for p in workload.module.parameters() if p.requires_grad),
+        "forward_backward_ms": 1000 * compute.forward_backward,
+        "optimizer_ms": 1000 * compute.optimizer,
+        "latency_ms": 1000 * reduce.latency,
+        "mbit_per_second": 8e-6 / reduce.seconds_per_byte,
+        "costs": {kind: asdict(cost) for kind, cost in costs.items()},
+        "rows": rows,
+        "recommendation": recommend([p for p in predictions if p.name.partition(":")[0] not in BASELINES]),
+    }
+
+
+@dataclass
+class Compute:
+    """Seconds of an update on one rank alone, while the others compute, too."""
+
+    forward_backward: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole update."""
+        return self.forward_backward + self.optimizer
+
+
+def measure_compute(workload: Workload, rounds: int = 9) -> Compute:
+    """Time updates without any exchange. Collective.
+
+    Args:
+        workload: is trained by a few updates.
+        rounds: how many are timed, after two to warm up.
+    """
+    times = []
+    dist.barrier()
+    for _ in range(2 + rounds):
+        start = time.perf_counter()
+        workload.optimizer.zero_grad()
+        workload.module().backward()
+        middle = time.perf_counter()
+        workload.optimizer.step()
+        times.append((middle - start, time.perf_counter() - middle))
+    forward_backward, optimizer = zip(*times[2:], strict=True)
+    return Compute(statistics.median(forward_backward), statistics.median(optimizer))
+
+
+# Sent by a rank where bandwidth is measured: as much as a bucket of gradients holds.
+LARGE_BYTES = 2**22
+
+
+def exchanges(group: Group, num_bytes: int) -> dict[str, Callable[[], Pending]]:
+    """Make a function for every kind of exchange that starts one in which a rank sends ``num_bytes``."""
+    size, rank = group.size, group.rank
+    flat = torch.zeros(max(1, num_bytes * size // (2 * (size - 1)) // 4))
+    piece = max(1, num_bytes // (size - 1))
+    sent, received = torch.zeros(2, size * piece, dtype=torch.uint8)
+    to = [(rank - 1) % size, (rank + 1) % size][: size - 1]
+    come = [(rank + 1) % size, (rank - 1) % size][: size - 1]
+    messages = torch.zeros(4, max(1, num_bytes // len(to)), dtype=torch.uint8)
+    return {
+        "all-reduce": lambda: group.all_reduce_(flat),
+        "all-to-all": lambda: group.all_to_all(received, sent),
+        "all-gather": lambda: group.all_gather(received, sent[:piece]),
+        "broadcast": lambda: group.broadcast_(sent[:piece]),
+        "exchange with its peers": lambda: group.swap(
+            list(zip(to, messages[:2], strict=False)), list(zip(come, messages[2:], strict=False))
+        ),
+    }
+
+
+def measure_link(args: argparse.Namespace, group: Group) -> dict[str, Cost]:
+    """Measure latency, bandwidth, and what an exchange takes from the host, for every kind. Collective."""
+
+    def seconds(exchange: Callable[[], Pending], rounds: int) -> float:
+        times = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            exchange().wait()
+            times.append(time.perf_counter() - start)
+        return float(max(group.gather_objects(statistics.median(times))))
+
+    probe = SquareLayers(WIDTH**2, args.batch, group.rank)
+
+    def probing(num_probes: int) -> float:
+        start = time.perf_counter()
+        for _ in range(num_probes):
+            probe().backward()
+        return time.perf_counter() - start
+
+    small, large = exchanges(group, 8), exchanges(group, LARGE_BYTES)
+    costs = {}
+    for kind, exchange in large.items():
+        show(args, f"link: {kind}")
+        seconds(small[kind], 3)
+        latency = seconds(small[kind], 30)
+        once = seconds(exchange, 1)
+        whole = seconds(exchange, 11 if once < 0.1 else 3)
+        num_exchanges = math.ceil(0.2 / whole)
+        probing(3)
+        group.barrier()
+        # Long enough for the exchanges to end first.
+        num_probes = math.ceil(max(group.gather_objects(20 * 2.5 * num_exchanges * whole / probing(20))))
+        group.barrier()
+        alone = probing(num_probes)
+        group.barrier()
+        pending = [exchange() for _ in range(num_exchanges)]
+        lost = probing(num_probes) - alone
+        for one in pending:
+            one.wait()
+        slowdown = max(group.gather_objects(lost / (num_exchanges * whole)))
+        costs[kind] = Cost(latency, max(0.0, whole - latency) / LARGE_BYTES, min(1.0, max(0.0, slowdown)))
+    return costs
+
+
+def predict(
+    entry: str,
+    workload: Workload,
+    compute: Compute,
+    costs: Mapping[str, Cost],
+    size: int,
+    ddp_group: dist.ProcessGroup,
+) -> Prediction:
+    """Predict one algorithm, from a few updates in which it sends nothing. All ranks do it at the same time.
+
+    Gradients must come from real backward passes, since exchanges begin in them. Where weights are exchanged, compute
+    is known, and is not done again.
+
+    Args:
+        entry: of ``--algorithms``.
+        workload: is trained by a few updates.
+        compute: of the workload.
+        costs: of the link.
+        size: number of ranks.
+        ddp_group: a group of this rank alone.
+    """
+    name = entry.partition(":")[0]
+    if name == "compute":
+        return Prediction(entry, 1000 * compute.seconds, 0.0, False, False, True)
+    algorithm = make_entry(entry) or GradientAllReduce()
+    interval = getattr(algorithm, "sync_interval_ms", 0) / 1000
+    if interval:
+        algorithm = type(algorithm)(**{**algorithm.config(), "sync_interval_ms": 0})
+    period = getattr(algorithm, "period", getattr(algorithm, "communication_interval", 1))
+    counted = math.ceil(6 / period) * period
+    warmup = math.ceil(2 / period) * period + getattr(algorithm, "warmup_steps", 0)
+    warmup += QADAM_WARMUP if name == "qadam" else 0
+    group = DryGroup(size)
+    update = prepare(entry, workload, algorithm, group, ddp_group)
+    for step in range(warmup + counted):
+        if step == warmup:
+            tail = len(group.trace)
+        if algorithm.exchanges == "gradients":
+            update()
+        else:
+            if not algorithm.uneven_updates:
+                group.add_work(compute.forward_backward)
+            algorithm.before_step()
+            if not algorithm.uneven_updates:
+                group.add_work(compute.optimizer)
+            algorithm.after_step()
+        group.note(Update())
+    algorithm.teardown()
+    sent_mb = mb_per_update(group.trace[tail:])
+    if algorithm.uneven_updates:
+        host, transfer, slowing = (total / counted for total in work_and_transfer(group.trace[tail:], costs))
+        step_seconds, updates = background(compute.seconds, host, transfer, slowing, interval)
+        sent_mb /= updates
+    else:
+        ends = replay(group.trace, costs)
+        step_seconds = (ends[-1] - ends[warmup - 1]) / counted
+    return Prediction(
+        entry,
+        1000 * step_seconds,
+        sent_mb,
+        exact=isinstance(algorithm, GradientAllReduce),
+        replicas_equal=algorithm.replicas_equal,
+        any_optimizer=name not in ("qadam", "ddp_adam"),
+    )
+
+
+def with_model(args: argparse.Namespace, use: Callable[[Workload], dict[str, Any]]) -> dict[str, Any]:
+    """Run a function on the user's own module, inside a Trainer's first training batch."""
+    raise NotImplementedError
+
+
+def import_object(path: str) -> Any:
+    """Return what a dotted path names, as "my_package.MyModel"."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+# -- starting ranks ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -278,21 +596,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_workers(args: argparse.Namespace, argv: Sequence[str]) -> list[list[dict[str, object]]]:
-    """Start one process per rank, here or on a shaped network, and return what each measured."""
+def run_workers(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Start one process per rank, here or on a shaped network, and return what they measured."""
     here: contextlib.AbstractContextManager[list[list[str]]] = contextlib.nullcontext([[]] * args.nproc)
     network = shaped_network(args.nproc, args.rate) if args.rate else here
     address, interface = ("10.123.0.1", "eth0") if args.rate else ("127.0.0.1", "lo")
     with network as prefixes, tempfile.TemporaryDirectory() as directory:
-        files = [Path(directory, f"{rank}.json") for rank in range(args.nproc)]
+        results = Path(directory, "results.json")
         port = str(free_port())
         processes = [
             subprocess.Popen(
                 [*prefix, sys.executable, "-m", "lightning_distopt.bench", *argv, "--rank", str(rank), "--address",
-                 address, "--port", port, "--interface", interface, "--results", str(file)],
+                 address, "--port", port, "--interface", interface, "--results", str(results)],
                 env={**os.environ, "GLOO_SOCKET_IFNAME": interface},
             )
-            for rank, (prefix, file) in enumerate(zip(prefixes, files, strict=True))
+            for rank, prefix in enumerate(prefixes)
         ]  # fmt: skip
         try:
             codes = [process.wait() for process in processes]
@@ -301,7 +619,8 @@ def run_workers(args: argparse.Namespace, argv: Sequence[str]) -> list[list[dict
                 process.kill()
         if any(codes):
             raise SystemExit(f"benchmark ranks ended with exit codes {codes}")
-        return [json.loads(file.read_text()) for file in files]
+        report: dict[str, Any] = json.loads(results.read_text())
+        return report
 
 
 def interleaved_ms(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -371,27 +690,56 @@ def summarise(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
             values = [entry[key] for entry in flat if entry[key] is not None]
             row[key] = statistics.mean(values) if values else None
         rows.append(row)
-    step_ms = {row["name"]: row["step_ms"] for row in rows}
-    for row in rows:
-        # QAdam brings its own optimizer, so it is compared with DDP under Adam; all others run SGD.
-        adam = row["name"].partition(":")[0] in ("qadam", "ddp_adam")
-        reference = step_ms.get("ddp_adam" if adam else "ddp")
-        row["times_ddp"] = None if reference is None else row["step_ms"] / reference
+    add_ratios(rows, "step_ms")
     return rows
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print one line per algorithm."""
-    columns = {
-        "ms per step": "step_ms", "MB sent": "sent_mb", "MB on the interface": "interface_mb",
-        "MB of buffers": "buffers_mb", "ratio to DDP": "times_ddp",
-    }  # fmt: skip
+def add_ratios(rows: list[dict[str, Any]], key: str) -> None:
+    """Compare each row with DDP's."""
+    times = {row["name"]: row[key] for row in rows}
+    for row in rows:
+        # QAdam brings its own optimizer, so it is compared with DDP under Adam; all others run SGD.
+        adam = row["name"].partition(":")[0] in ("qadam", "ddp_adam")
+        reference = times.get("ddp_adam" if adam and "ddp_adam" in times else "ddp")
+        row["times_ddp"] = None if reference is None else row[key] / reference
+
+
+def print_table(rows: list[dict[str, Any]], columns: Mapping[str, str]) -> None:
+    """Print one line per algorithm.
+
+    Args:
+        rows: each with the keys that ``columns`` names.
+        columns: titles, and the key that stands below each.
+    """
     width = max(28, *(len(row["name"]) + 1 for row in rows))
     print(f"{'':<{width}}" + "".join(f"{title:>21}" for title in columns))
     for row in rows:
         cells = ["-" if row[key] is None else f"{row[key]:.2f}" for key in columns.values()]
         print(f"{row['name']:<{width}}" + "".join(f"{cell:>21}" for cell in cells))
+
+
+def print_report(report: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print what was measured or predicted, and write it where ``--json`` says."""
+    columns = {
+        "ms per step": "step_ms", "MB sent": "sent_mb", "MB on the interface": "interface_mb",
+        "MB of buffers": "buffers_mb", "ratio to DDP": "times_ddp",
+    }  # fmt: skip
+    if args.advise:
+        print(
+            f"{report['num_params'] / 1e6:.3g} M parameters on {report['ranks']} ranks. "
+            f"Compute: forward and backward {report['forward_backward_ms']:.1f} ms, "
+            f"optimizer {report['optimizer_ms']:.1f} ms. "
+            f"Link: latency {report['latency_ms']:.2f} ms, {report['mbit_per_second']:.0f} Mbit/s."
+        )
+        columns = {"MB sent": "sent_mb", "predicted ms": "predicted_ms", "ratio to DDP": "times_ddp"}
+        if args.verify:
+            columns |= {"measured ms": "measured_ms", "error": "error"}
+    print_table(report["rows"], columns)
     print("MB are per rank and step; one step is one optimizer update. qadam is compared with DDP under Adam.")
+    if args.advise:
+        print(report["recommendation"])
+    if args.json:
+        args.json.write_text(json.dumps(report if args.advise else report["rows"], indent=1) + "\n")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -401,10 +749,17 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=2, help="number of ranks on this machine")
     parser.add_argument("--params", type=float, default=12.6e6, help="parameters of the model")
     parser.add_argument("--batch", type=int, default=64, help="rows per rank and step: sets the compute time")
-    parser.add_argument("--algorithms", nargs="+", default=[*BASELINES, *ALGORITHMS], metavar="NAME[:OPTION=VALUE,...]",
+    parser.add_argument("--algorithms", nargs="+", metavar="NAME[:OPTION=VALUE,...]",
                         help=f"out of {', '.join((*BASELINES, *ALGORITHMS))}; with options of the algorithm as in "
                         "diloco:period=20,compression=int8, where a period rounds --warmup and --steps up to whole "
                         "periods")  # fmt: skip
+    parser.add_argument("--advise", action="store_true", help="predict the time per update of every algorithm from the "
+                        "measured link and compute time, and recommend one")  # fmt: skip
+    parser.add_argument("--model", metavar="PACKAGE.CLASS", help="with --advise: a LightningModule of yours instead of "
+                        "--params, made without arguments")  # fmt: skip
+    parser.add_argument("--data", metavar="PACKAGE.CLASS", help="a LightningDataModule for --model, made without "
+                        "arguments; by default the model's own train_dataloader")  # fmt: skip
+    parser.add_argument("--verify", action="store_true", help="with --advise: measure every algorithm, too")
     parser.add_argument("--rate", help="shape the network between ranks, for instance 200mbit; needs root and iproute2")
     parser.add_argument("--steps", type=int, default=10, help="timed updates per round")
     parser.add_argument("--warmup", type=int, default=3, help="updates before each timing")
@@ -416,6 +771,15 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for internal in ("--address", "--interface", "--results"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.algorithms is None:
+        predictable = ("ddp",) if args.model else ("ddp", "ddp_adam")
+        args.algorithms = [*(predictable if args.advise else BASELINES), *ALGORITHMS]
+    if args.advise and "ddp_fp16" in args.algorithms:
+        parser.error("ddp_fp16 can be measured only, not predicted: leave it out of --algorithms")
+    if not args.advise and (args.model or args.data or args.verify):
+        parser.error("--model, --data and --verify belong to --advise")
+    if args.data and not args.model:
+        parser.error("--data needs --model")
     for entry in args.algorithms:
         try:
             make_entry(entry)
@@ -434,12 +798,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.quantize:
         bench_quantize(rounds=args.rounds)
     elif args.rank is not None:
-        worker(args)
+        report = work(args)
+        if args.rank == 0:
+            Path(args.results).write_text(json.dumps(report))
+    elif "WORLD_SIZE" in os.environ:
+        args.rank, args.nproc = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        args.interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        report = work(args)
+        if args.rank == 0:
+            print_report(report, args)
     else:
-        rows = summarise(run_workers(args, argv))
-        print_table(rows)
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        print_report(run_workers(args, argv), args)
 
 
 if __name__ == "__main__":

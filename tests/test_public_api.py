@@ -24,15 +24,15 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages([str(PACKAGE)],
 LAYERS = [
     {"quantize"},
     {"collectives"},
-    {"distributed"},
+    {"distributed", "replicas"},
     {"algorithms"},  # a package: its modules import each other
-    {"bagua"},
-    {"options", "checkpoints", "replicas"},
+    {"bagua", "advise"},
+    {"options", "checkpoints"},
     {"strategies", "callbacks"},
     {"bench", "cli"},
     {"__main__"},
 ]
-WITHOUT_LIGHTNING = ("quantize", "collectives", "distributed", "algorithms")
+WITHOUT_LIGHTNING = ("quantize", "collectives", "distributed", "replicas", "algorithms")
 
 
 def layer_of(name):

@@ -215,7 +215,7 @@ class AsyncModelAverage(WeightExchange):
 def _group_for_rounds(group: Group) -> Group:
     """Make a group of the same ranks for rounds alone. Collective."""
     if group.process_group is None:
-        return Group(traffic=group.traffic)
+        return group  # nothing is sent
     # gloo, for GPU tensors too: an NCCL kernel would occupy the GPU for as long as the round is open, and
     # whatever synchronises the device would wait for the slowest rank, which may be waiting for this one.
     ranks = dist.get_process_group_ranks(group.process_group)
