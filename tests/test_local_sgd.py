@@ -603,6 +603,30 @@ def test_bytes_sent_per_period(compression, factor, size):
         assert 0 < sent <= 50 * all_reduce / factor + 64  # encoded chunks are padded
 
 
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_no_average_at_the_end_right_after_a_round(name, size):
+    """The end of fit costs an all-reduce of the weights where replicas differ, and next to nothing where not."""
+
+    def train(num_updates):
+        def run(rank, process_group):
+            run = Run(make_algorithm(name, period=4), process_group)
+            for step in range(num_updates):
+                run.update(step)
+            before, sent = run.weights(), run.group.traffic.bytes_sent
+            run.algorithm.finish()
+            return before, run.weights(), run.group.traffic.bytes_sent - sent
+
+        return run_ranks(run, size)
+
+    for before, after, sent in train(num_updates=8):
+        assert torch.equal(before, after)
+        assert sent <= 8 * size
+    for before, after, sent in train(num_updates=9):
+        assert not torch.equal(before, after)
+        assert sent >= 2 * (size - 1) / size * 4 * before.numel()
+
+
 def test_fragments_divide_the_peak():
     """With 4 fragments of equal layers, no update sends more than about a quarter of a whole round."""
 

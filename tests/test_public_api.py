@@ -148,4 +148,4 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path):
     assert metadata["Version"] == lightning_distopt.__version__
     assert metadata["Requires-Python"] == ">=3.10"
     assert required == {"torch>=2.6", "lightning>=2.5"}
-    assert set(metadata.get_all("Provides-Extra")) == {"examples", "test", "bagua"}
+    assert set(metadata.get_all("Provides-Extra")) == {"cli", "examples", "test", "bagua"}

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distopt.collectives import CompressedMean, FlatLayout, Group, Hierarchy, Mean, NodeMean
 from lightning_distopt.quantize import Codec
+from lightning_distopt.replicas import replicas_agree
 
 __all__ = [
     "Algorithm",
@@ -242,9 +243,10 @@ class WeightExchange(Algorithm):
         """Complete an exchange that is under way, so that ``layout`` may be replaced. Collective."""
 
     def finish(self) -> None:
-        """Complete what is under way, then give every rank the mean weights."""
+        """Complete what is under way, then give every rank the mean weights, unless an exchange just did."""
         self.flush()
-        self.average_weights_()
+        if not replicas_agree(self.layout.tensors, self.group):
+            self.average_weights_()
 
     def average_weights_(self, layout: FlatLayout | None = None) -> None:
         """Replace the parameters, or those of another layout, by their mean over ranks. Collective."""
