@@ -38,10 +38,11 @@ class InitTorch(Callback):
 
     Seeding takes place in ``setup``, with the same seed on every rank: layers made in ``configure_model``
     start equal on all ranks, and dropout and augmentation are equal, too. For noise that differs between
-    ranks, seed once more in your LightningModule::
+    ranks, seed once more in your LightningModule:
 
-        def on_fit_start(self):
-            torch.manual_seed(seed + self.global_rank)
+    >>> class Model(pl.LightningModule):
+    ...     def on_fit_start(self):
+    ...         torch.manual_seed(1234 + self.global_rank)
 
     Layers made before, in the constructor of the LightningModule, get rank 0's values from the strategy.
     """

@@ -785,7 +785,11 @@ class DistOptDDPStrategy(DistOptStrategy):
 
 
 class DistOptBaguaStrategy(DistOptStrategy):
-    """One of Bagua's algorithms by name, with its options."""
+    """One of Bagua's algorithms by name, with its options.
+
+    >>> DistOptBaguaStrategy("bytegrad", hierarchical=False)
+    DistOptBaguaStrategy(ByteGrad(hierarchical=False, average=True), option=BaguaDistributedOption('bytegrad', ...))
+    """
 
     def __init__(
         self, algorithm: str | Algorithm = "gradient_allreduce", options: Mapping[str, Any] | None = None, **kwargs: Any
