@@ -23,12 +23,13 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -248,15 +249,37 @@ class Curve(pl.Callback):
         self.points.append(point)
 
 
-def train(strategy: str, steps: int, devices: int, json_file: Path) -> None:
-    """Train with one strategy and write down what rank 0 measured."""
+def train(
+    strategy: str | Strategy,
+    steps: int,
+    devices: int,
+    json_file: Path,
+    *,
+    seed: int = 0,
+    num_nodes: int = 1,
+    progress_bar: bool = True,
+    **model_options: Any,
+) -> None:
+    """Train with one strategy and write down what rank 0 measured.
+
+    Args:
+        strategy: as for ``pl.Trainer``.
+        steps: updates, a multiple of ``NUM_VALIDATIONS``.
+        devices: processes on this machine.
+        json_file: written by rank 0.
+        seed: decides about initial weights and the order of the data.
+        num_nodes: machines.
+        progress_bar: whether to show one.
+        **model_options: for ``GPT``.
+    """
     warnings.filterwarnings("ignore", message=".*does not have many workers")  # the text is in memory
-    pl.seed_everything(0, verbose=False)
+    pl.seed_everything(seed, verbose=False)
     curve = Curve()
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=devices,
+        num_nodes=num_nodes,
         max_steps=steps,
         max_epochs=-1,
         val_check_interval=steps // NUM_VALIDATIONS,
@@ -267,12 +290,13 @@ def train(strategy: str, steps: int, devices: int, json_file: Path) -> None:
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
+        enable_progress_bar=progress_bar,
     )
-    model = GPT(optimizer="qadam" if strategy == "distopt_bagua_qadam" else "adamw")
+    model = GPT(optimizer="qadam" if strategy == "distopt_bagua_qadam" else "adamw", **model_options)
     trainer.fit(model, TopicsData())
     if trainer.is_global_zero:
         result = {
-            "strategy": strategy,
+            "strategy": str(strategy),
             "val_loss": curve.points[-1]["val_loss"],
             "bytes_sent": getattr(trainer.strategy, "bytes_sent", None),  # at the end of fit, too
             "seconds_per_step": statistics.median(curve.step_seconds[5:]),  # the first few are slower
@@ -294,20 +318,33 @@ def train_in_child(strategy: str, steps: int, devices: int, timeout: float) -> d
         json_file = Path(folder, "result.json")
         command = [sys.executable, __file__, "--run", strategy, "--json", str(json_file)]
         command += ["--steps", str(steps), "--devices", str(devices)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # one thread per rank
-        # A session of its own, so that the child and its ranks can be ended together, however this ends.
-        child = subprocess.Popen(command, start_new_session=True, env=environment)
-        try:
-            code = child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            sys.exit(f"{strategy} was stopped: it took longer than --timeout {timeout:g} seconds.")
-        finally:
+        run_together(strategy, [(command, {})], timeout)
+        return json.loads(json_file.read_text())
+
+
+def run_together(name: str, commands: Iterable[tuple[list[str], dict[str, str]]], timeout: float) -> None:
+    """Run one or several commands, each with more variables for its environment, and end them together.
+
+    Raises:
+        SystemExit: one of them failed, or all together took longer than ``timeout`` seconds.
+    """
+    children: list[subprocess.Popen[bytes]] = []
+    deadline = time.monotonic() + timeout
+    try:
+        for command, variables in commands:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}  # one thread per rank
+            # A session of its own, so that the child and its ranks can be ended together, however this ends.
+            children.append(subprocess.Popen(command, start_new_session=True, env=environment))
+        codes = [child.wait(max(0.0, deadline - time.monotonic())) for child in children]
+    except subprocess.TimeoutExpired:
+        sys.exit(f"{name} was stopped: it took longer than --timeout {timeout:g} seconds.")
+    finally:
+        for child in children:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended already
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        if code:
-            sys.exit(f"{strategy} failed with exit code {code}; its messages are above.")
-        return json.loads(json_file.read_text())
+    if any(codes):
+        sys.exit(f"{name} failed with exit code {max(codes, key=abs)}; its messages are above.")
 
 
 def saving(result: dict[str, Any], results: list[dict[str, Any]]) -> str:
@@ -332,6 +369,35 @@ def make_table(results: list[dict[str, Any]]) -> str:
 
 def plot(results: list[dict[str, Any]], title: str, png_file: Path) -> None:
     """Draw validation loss against MB sent for the strategies that count what they send."""
+    curves = {
+        f"{r['strategy']} ({saving(r, results)})": [
+            (point["bytes_sent"] / MB, point["val_loss"]) for point in r["curve"]
+        ]
+        for r in results
+        if r["bytes_sent"] is not None
+    }
+    draw(curves, title, "MB sent per rank", png_file, legend=f"strategy (saving against {BASELINE})")
+
+
+def draw(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    title: str,
+    xlabel: str,
+    png_file: Path,
+    *,
+    legend: str = "strategy",
+    level: float | None = None,
+) -> None:
+    """Draw validation losses over a logarithmic axis.
+
+    Args:
+        curves: points (x, loss) by label.
+        title: above the picture.
+        xlabel: of the logarithmic axis.
+        png_file: to be written.
+        legend: its title.
+        level: a loss at which to draw a line.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -340,33 +406,32 @@ def plot(results: list[dict[str, Any]], title: str, png_file: Path) -> None:
     # Paul Tol's "muted" colours, told apart by colour-blind readers too; the markers serve a print in grey.
     colours = ["#332288", "#cc6677", "#117733", "#88ccee", "#aa4499", "#ddcc77", "#44aa99", "#882255"]
     colours += ["#999933"]
-    counted = [r for r in results if r["bytes_sent"] is not None]
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
-    for i, r in enumerate(counted):
+    for i, (label, points) in enumerate(curves.items()):
         axes.plot(
-            [point["bytes_sent"] / MB for point in r["curve"]],
-            [point["val_loss"] for point in r["curve"]],
+            *zip(*points, strict=True),
             color=colours[i % len(colours)],
             marker="os^DvP*X<"[i % 9],
             # The first lines are the widest and lie below: where lines coincide, all can be seen.
             linewidth=max(1.5, 5 - 2 * i),
             markersize=max(5, 10 - 3 * i),
-            label=f"{r['strategy']} ({saving(r, results)})",
+            label=label,
         )
-    sent = [point["bytes_sent"] / MB for r in counted for point in r["curve"]]
-    if min(sent) > 0:
+    if level is not None:
+        axes.axhline(level, color="black", linestyle=":", linewidth=1)
+    xs = [x for points in curves.values() for x, _ in points]
+    if min(xs) > 0:
         axes.set_xscale("log", subs=[2, 5])
     else:  # also logarithmic, but with room for 0
-        smallest = min((x for x in sent if x > 0), default=1.0)
+        smallest = min((x for x in xs if x > 0), default=1.0)
         axes.set_xscale("symlog", linthresh=smallest, linscale=0.3, subs=[2, 5])
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
-    axes.set(title=title, xlabel="MB sent per rank", ylabel="validation loss (nats per byte)")
+    axes.set(title=title, xlabel=xlabel, ylabel="validation loss (nats per byte)")
     axes.tick_params(which="both", length=4)
     axes.grid(which="major", alpha=0.5)
     axes.grid(which="minor", alpha=0.15)
-    title = f"strategy (saving against {BASELINE})"
-    figure.legend(title=title, loc="outside lower center", ncols=2 if len(counted) > 3 else 3)
+    figure.legend(title=legend, loc="outside lower center", ncols=2 if len(curves) > 3 else 3)
     figure.savefig(png_file, dpi=150)
 
 
