@@ -12,6 +12,8 @@ import argparse
 import ast
 import doctest
 import importlib
+import inspect
+import itertools
 import os
 import pkgutil
 import re
@@ -22,14 +24,20 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.run import get_args_parser
 from worlds import launch
 
-from lightning_distopt import bench, cli
+import lightning_distopt
+from lightning_distopt import BaguaDistributedOption, DDPOption, algorithms, bench, cli, options
+from lightning_distopt.algorithms import ALGORITHMS
+from lightning_distopt.algorithms.comm_hook import PowerSGD
+from lightning_distopt.bagua import BAGUA_SETTINGS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_distopt"
@@ -459,3 +467,202 @@ def test_links_lead_somewhere():
             assert target[1:] in anchors, target
         elif "://" not in target:
             assert (ROOT / target).exists(), target
+
+
+# -- tables and signatures -----------------------------------------------------------------------------------
+
+OWNERS = [
+    *ALGORITHMS,
+    "QAdamOptimizer",
+    "DistOptStrategy",
+    "DistOptBaguaStrategy",
+    "DistOptDDPStrategy",
+    "BaguaDistributedOption",
+    "DDPOption",
+    "InitTorch",
+    "PeriodicModelSync",
+]
+REQUIRED = inspect.Parameter.empty
+
+
+def options_in_readme() -> dict[tuple[str, str], object]:
+    """Return the default of every option that README's tables name, by owner and name."""
+    section = README.partition("\n## What does each option do\n")[2].partition("\n## ")[0]
+    found: dict[tuple[str, str], object] = {}
+    for row in re.findall(r"^\| (`.*) \|$", section, re.M):
+        owners, names, default, meaning = (cell.strip() for cell in row.split("|"))
+        value = eval(default.strip("`"), {"timedelta": timedelta}) if default else REQUIRED
+        assert meaning
+        for key in itertools.product(re.findall(r"`(.*?)`", owners), re.findall(r"`(.*?)`", names)):
+            assert key not in found, f"{key} stands twice in README"
+            found[key] = value
+    return found
+
+
+def options_in_signatures() -> dict[tuple[str, str], object]:
+    """Return the default of every option as the code has it."""
+    found = {}
+    for owner in OWNERS:
+        cls = ALGORITHMS.get(owner) or getattr(lightning_distopt, owner)
+        for name, parameter in inspect.signature(cls).parameters.items():
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                found[owner, name] = parameter.default
+    # These two take the others as **options, and keep them under their names.
+    for option in (DDPOption(), BaguaDistributedOption("bytegrad")):
+        owner = type(option).__name__
+        for name in options.RENDEZVOUS:
+            attribute = "initialization_method" if name == "init_method" else name
+            found.setdefault((owner, name), getattr(option, attribute))
+        for name in IMPORTANT_DDP_ARGUMENTS:
+            assert name in options.DDP_ARGUMENTS
+            found[owner, name] = REQUIRED  # torch's, or the algorithm's
+    found["DDPOption", "comm_hook"] = DDPOption().comm_hook
+    for name, parameter in inspect.signature(PowerSGD).parameters.items():
+        found["DDPOption", name] = parameter.default
+    found["BaguaDistributedOption", "engine"] = BaguaDistributedOption("bytegrad").engine
+    for name, (_, default) in BAGUA_SETTINGS.items():
+        found["BaguaDistributedOption", name] = default
+    return found
+
+
+IMPORTANT_DDP_ARGUMENTS = (
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "broadcast_buffers",
+)
+
+
+def test_tables_of_options_agree_with_signatures():
+    """README names every option of every algorithm, strategy, option object and callback, with its default."""
+    assert options_in_readme() == options_in_signatures()
+
+
+def test_tables_name_all_strategies():
+    """Every registered strategy stands in the table that helps to choose."""
+    names = {name for name in StrategyRegistry.available_strategies() if name.startswith("distopt_")}
+    section = README.partition("\n## Which algorithm\n")[2].partition("\n## ")[0]
+
+    assert set(re.findall(r"`(distopt_\w+)`", section)) == names
+
+
+@dataclass
+class Documented:
+    """A function or class of the package, with what its docstring says.
+
+    Attributes:
+        name: dotted.
+        node: its syntax tree.
+        docstring: as written; that of ``__init__`` is joined to the class's.
+    """
+
+    name: str
+    node: ast.ClassDef | ast.FunctionDef
+    docstring: str
+
+    def section(self, title: str) -> list[str]:
+        """Return the names that a section of the docstring explains."""
+        body = re.search(rf"^{title}:\n((?:[ ]{{4}}.*\n|\n)+)", self.docstring + "\n", re.M)
+        return re.findall(r"^ {4}(\*{0,2}\w[\w.]*)(?: \(.*?\))?: ", body[1], re.M) if body else []
+
+
+def documented() -> Iterator[Documented]:
+    """Yield every class and function of the package that has a docstring."""
+
+    def below(node: ast.AST, prefix: str) -> Iterator[Documented]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+                name = f"{prefix}.{child.name}"
+                text = ast.get_docstring(child) or ""
+                if isinstance(child, ast.ClassDef):
+                    text = "\n\n".join([text, *(ast.get_docstring(init) or "" for init in inits_of(child))])
+                if text.strip():
+                    yield Documented(name, child, text)
+                yield from below(child, name)
+
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield from below(ast.parse(path.read_text()), path.relative_to(PACKAGE).with_suffix("").as_posix())
+
+
+def inits_of(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    """Return the class's own constructor, in a list."""
+    return [child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == "__init__"]
+
+
+def arguments_of(item: Documented) -> list[str]:
+    """Return the names of a signature, in order, with their stars, without ``self``."""
+    node = item.node
+    if isinstance(node, ast.ClassDef) and not inits_of(node):
+        # Inherited, or made by @dataclass.
+        module, _, name = item.name.partition(".")
+        dotted = f"lightning_distopt.{module.replace('/', '.')}".removesuffix(".__init__")
+        cls = pkgutil.resolve_name(f"{dotted}:{name}")
+        if issubclass(cls, BaseException):
+            return []
+        return [str(p).partition(":")[0].partition("=")[0] for p in inspect.signature(cls).parameters.values()]
+    given = (inits_of(node)[0] if isinstance(node, ast.ClassDef) else node).args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    names += [f"*{given.vararg.arg}"] if given.vararg else []
+    names += [argument.arg for argument in given.kwonlyargs]
+    names += [f"**{given.kwarg.arg}"] if given.kwarg else []
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+DOCUMENTED = list(documented())
+
+
+def test_documented_arguments_are_those_of_the_signature():
+    """Where a docstring explains arguments, it explains all of them, in the order of the signature, and no others."""
+    wrong = {
+        item.name: (explained, arguments_of(item))
+        for item in DOCUMENTED
+        if (explained := item.section("Args")) and explained != arguments_of(item)
+    }
+
+    assert len([item for item in DOCUMENTED if item.section("Args")]) > 50
+    assert wrong == {}
+
+
+def test_public_classes_explain_their_arguments():
+    """A class that users build explains what they give it, in its docstring or in that of its constructor."""
+    public = {*lightning_distopt.__all__, *algorithms.__all__}
+    silent = [
+        item.name
+        for item in DOCUMENTED
+        if isinstance(item.node, ast.ClassDef) and item.node.name in public
+        if arguments_of(item) and not item.section("Args")
+    ]
+
+    assert silent == []
+
+
+def test_documented_attributes_exist():
+    """What a class's docstring lists under Attributes is set or declared in the class."""
+    missing = []
+    for item in DOCUMENTED:
+        explained = item.section("Attributes")
+        if explained and isinstance(item.node, ast.ClassDef):
+            names = {node.attr for node in ast.walk(item.node) if isinstance(node, ast.Attribute)}
+            names |= {node.id for node in ast.walk(item.node) if isinstance(node, ast.Name)}
+            names |= {node.name for node in item.node.body if isinstance(node, ast.FunctionDef)}
+            missing += [f"{item.name}: {name}" for name in explained if name not in names]
+
+    assert missing == []
+
+
+def test_references_in_docstrings_resolve():
+    """``:class:`` and its like name things that exist."""
+    broken = []
+    for name, text in DOCSTRINGS.items():
+        for target in re.findall(r":(?:class|func|data|exc|mod):`~?([\w.]+)`", text):
+            module = importlib.import_module(max((m for m in MODULES if f"{name}.".startswith(f"{m}.")), key=len))
+            try:
+                if "." in target:
+                    pkgutil.resolve_name(target)
+                else:
+                    getattr(module, target)
+            except (ImportError, AttributeError):
+                broken.append(f"{name}: {target}")
+
+    assert broken == []
