@@ -6,6 +6,7 @@ own launcher sets, so code in a constructor or in a data module may ask for them
 
 import functools
 import inspect
+import ipaddress
 import os
 import random
 import socket
@@ -65,6 +66,7 @@ __all__ = [
 ]
 
 BUCKET_BYTES = 64 * 1024 * 1024
+ROLL_CALL_SECONDS = 3
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -294,7 +296,9 @@ def join_process_group(
     device = _usable_device(backend, device_index)
     me = _Member(rank, world_size, timeout)
     # torch gives this prefix to the stores that it makes itself: ranks of Lightning's ddp may be among the others.
-    store = dist.PrefixStore("default_pg", _meet(init_method, me))
+    found = _meet(init_method, me)
+    _call_roll(found, init_method, me, backend)
+    store = dist.PrefixStore("default_pg", found)
     try:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
@@ -479,6 +483,65 @@ def _follow_file(path: Path, note: str, me: _Member) -> dist.Store:
             f"{me} came to {path} where rank {me.rank} had already come: give every run its own path"
         )
     return store
+
+
+def _call_roll(store: dist.Store, where: str, me: _Member, backend: str) -> None:
+    """Refuse machines that do not fit together: torch makes a wait of it, for several timeouts.
+
+    All ranks see the same notes. A rank that torch itself brings leaves none, and is waited for in vain, but not long.
+    """
+    try:
+        problem = _problem_among_ranks(store, me, backend)
+    except dist.DistError as error:
+        raise DistributedRuntimeException(f"{me} lost rank 0 at {where}: {_first_line(error)}") from error
+    if problem is not None:
+        if me.rank == 0:
+            time.sleep(0.5)  # others read the same in the store, which may end with this process
+        raise DistributedRuntimeException(f"{me} came to {where}, but {problem}")
+
+
+def _problem_among_ranks(store: dist.Store, me: _Member, backend: str) -> str | None:
+    host = socket.gethostname()
+    loopback = _gloo_at_loopback() if "gloo" in backend else None
+    if loopback is not None:
+        store.compare_set("gloo at loopback", "", f"{host}, whose own name stands for {loopback} there")
+    if store.compare_set("host", "", host).decode() != host:
+        store.set("several hosts", "yes")
+    size = store.compare_set("world size", "", str(me.world_size)).decode()
+    if size != str(me.world_size):
+        store.compare_set("world sizes", "", f"{size} and {me.world_size}")
+    store.set(f"rank {me.rank} has told", "")
+    deadline, pause = time.monotonic() + min(ROLL_CALL_SECONDS, me.timeout.total_seconds()), 0.01
+    over = False
+    while not over:
+        over = time.monotonic() > deadline or store.check([f"rank {rank} has told" for rank in range(me.world_size)])
+        if store.check(["world sizes"]):
+            return (
+                f"ranks count themselves differently there, {store.get('world sizes').decode()}: start the same number "
+                "of processes on every node (devices, --nproc-per-node, --ntasks-per-node)"
+            )
+        if store.check(["several hosts", "gloo at loopback"]):
+            return (
+                f"no other machine can reach {store.get('gloo at loopback').decode()}: set GLOO_SOCKET_IFNAME to the "
+                "network interface between the machines, as `ip -brief address` names it"
+            )
+        time.sleep(0 if over else pause)
+        pause = min(2 * pause, 0.2)
+    return None
+
+
+def _gloo_at_loopback() -> str | None:
+    """Return the address at which gloo will listen, if no other machine can reach it."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    host = socket.gethostname()
+    with suppress(OSError):  # an unknown name: gloo falls back on loopback
+        # Gloo's rule: the first address of the host's name at which it can listen.
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return str(address[0]) if ipaddress.ip_address(address[0]).is_loopback else None
+    return "127.0.0.1"
 
 
 def _within(seconds: float, connect: Callable[[], T]) -> T:
