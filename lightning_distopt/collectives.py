@@ -141,6 +141,7 @@ class Group:
     Attributes:
         rank: this process's place in the group, 0 to ``size - 1``.
         size: number of ranks, W.
+        ranks: what the group's ranks are called in the whole job.
         local_size: number of consecutive ranks that share a node.
         traffic: counts what this rank sends; subgroups made by :meth:`subgroup` count into the same object.
     """
@@ -164,6 +165,7 @@ class Group:
         self.process_group = process_group
         self.rank = 0 if process_group is None else process_group.rank()
         self.size = 1 if process_group is None else process_group.size()
+        self.ranks = [0] if process_group is None else dist.get_process_group_ranks(process_group)
         self.local_size = self.size if local_size is None else local_size
         self.timeout = timeout
         self.traffic = Traffic() if traffic is None else traffic
@@ -179,12 +181,9 @@ class Group:
             The new group that this rank is part of, or None.
         """
         mine: Group | None = None
-        world = (
-            list(range(self.size)) if self.process_group is None else dist.get_process_group_ranks(self.process_group)
-        )
         for ranks in members:
             one = len(ranks) == 1
-            made = None if one else dist.new_group([world[r] for r in ranks], timeout=self.timeout)
+            made = None if one else dist.new_group([self.ranks[r] for r in ranks], timeout=self.timeout)
             if self.rank in ranks:
                 mine = Group(made, timeout=self.timeout, traffic=self.traffic)
         return mine
@@ -349,10 +348,11 @@ class Group:
 
     def lost_peer(self, what: str, error: BaseException) -> DistributedRuntimeException:
         """Put a failed exchange into one sentence."""
-        lost = f"rank {1 - self.rank}" if self.size == 2 else "a peer"
+        lost = f"rank {self.ranks[1 - self.rank]}" if self.size == 2 else "a peer"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return DistributedRuntimeException(
-            f"rank {self.rank} lost {lost} in {self.traffic.label}'s {what} at step {self.traffic.step}: {reason}"
+            f"rank {self.ranks[self.rank]} lost {lost} in {self.traffic.label}'s {what} at step {self.traffic.step}: "
+            f"{reason}"
         )
 
     def _start(self, what: str, num_bytes: int, start: Callable[[], Sequence[dist.Work]], *tensors: Tensor) -> Pending:
