@@ -35,6 +35,7 @@ from lightning_distopt.collectives import (
     local_world_size,
 )
 from lightning_distopt.distributed import join_process_group, sync_model
+from lightning_distopt.replicas import replica_of, replicas_agree
 
 __all__ = [
     "BaguaDistributedOption",
@@ -595,7 +596,8 @@ class ReplicaModel(nn.Module):
         self.algorithm = algorithm
         self.group = group
         self._device_id = device_id
-        sync_model(module, reduce_parameters=False, reduce_buffers=False, group=group)
+        if not replicas_agree(replica_of(module).values(), group):
+            sync_model(module, reduce_parameters=False, reduce_buffers=False, group=group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, with tensors moved to its device, as DistributedDataParallel does."""

@@ -250,7 +250,10 @@ class DistOptStrategy(DDPStrategy):
             super().configure_ddp()
         else:
             assert self.model is not None
-            sync_model(self.model, reduce_parameters=False, reduce_buffers=False, group=self._group)
+            assert self._group is not None
+            # Where all ranks have seeded alike, as is usual, there is nothing to send.
+            if not replicas_agree(replica_of(self.model).values(), self._group):
+                sync_model(self.model, reduce_parameters=False, reduce_buffers=False, group=self._group)
 
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy's own registers on CUDA only, and drops the hook silently on CPU.

@@ -10,6 +10,7 @@ from oracles import ORACLES, LocalSGD, flat, oracle_training
 from torch import nn
 from worlds import launch, make_trainer, run_ranks
 
+from lightning_distopt import DistOptStrategy
 from lightning_distopt.algorithms import ALGORITHMS, DiLoCo, make_algorithm
 from lightning_distopt.collectives import DistributedRuntimeException, Group
 
@@ -759,3 +760,26 @@ def test_trains_from_one_string(name, options):
     assert [result[1:] for result in results] == [results[0][1:]] * 2
     assert results[0][1] == name
     assert name in ALGORITHMS
+
+
+def fit_and_count(rank, num_updates, seed_by_rank):
+    """Fit with an averaging every 4 updates; return final weights, bytes sent, and those of one averaging."""
+    torch.manual_seed(rank if seed_by_rank else 0)
+    model = Regression()
+    nn.init.normal_(model.net[0].weight)
+    strategy = DistOptStrategy(algorithm=make_algorithm("local_sgd", period=4))
+    trainer = make_trainer(strategy=strategy, devices=2, max_steps=num_updates)
+    trainer.fit(model, loader())
+    return weights(model), strategy.bytes_sent, 4 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("num_updates", "seed_by_rank", "num_exchanges"), [(8, False, 2), (9, False, 3), (8, True, 3)], ids=str
+)
+def test_weights_are_sent_at_rounds_and_where_replicas_differ(num_updates, seed_by_rank, num_exchanges):
+    """Beside its rounds a fit sends weights at its start if ranks seeded differently, at its end if no round has just been."""
+    results = launch(fit_and_count, 2, num_updates, seed_by_rank)
+
+    assert torch.equal(results[0][0], results[1][0])
+    _, sent, one_exchange = results[0]  # rank 0's weights are those that are sent at the start
+    assert num_exchanges * one_exchange <= sent <= num_exchanges * one_exchange + 100
