@@ -38,7 +38,6 @@ LINK_STEPS = {
     "LocalSGD(period=16)": 400,
     'DiLoCo(period=50, compression="int8")': 400,
 }
-SLOWNESS = 20  # of the link: the baseline's exchange takes so many times its compute
 
 
 def run(name: str, args: argparse.Namespace) -> None:
@@ -109,7 +108,7 @@ def compare_seconds(args: argparse.Namespace) -> None:
     compute = alone["seconds_per_step"]
     # A ring's all-reduce on two ranks: each sends the gradients once.
     num_bytes = train_on_link(BASELINE, NUM_VALIDATIONS, "10gbit", args)["bytes_sent"] / NUM_VALIDATIONS
-    rate = f"{8 * num_bytes / (SLOWNESS * compute) / 1e6:.1f}mbit"
+    rate = f"{8 * num_bytes / (args.slowness * compute) / 1e6:.1f}mbit"
     print(f"compute {1e3 * compute:.1f} ms per update, {num_bytes / 1e6:.2f} MB per exchange: link of {rate}")
     results = [train_on_link(name, steps[name], rate, args) for name in steps]
     print(seconds_table(results))
@@ -169,7 +168,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=HERE / "out" / "runs", help="folder of the JSON files")
     parser.add_argument("--out", type=Path, default=HERE / "out", help="folder of the picture")
-    parser.add_argument("--scale", type=float, default=1, help="of the numbers of updates in seconds")
+    parser.add_argument(
+        "--slowness", type=float, default=20, help=f"{BASELINE}'s exchange takes so many times its compute"
+    )
+    parser.add_argument("--scale", type=float, default=1, help="of the numbers of updates on the slow link")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds that one training may take")
     parser.add_argument("--run", metavar="NAME", help=argparse.SUPPRESS)  # in this process
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)

@@ -323,7 +323,7 @@ def train_in_child(strategy: str, steps: int, devices: int, timeout: float) -> d
 
 
 def run_together(name: str, commands: Iterable[tuple[list[str], dict[str, str]]], timeout: float) -> None:
-    """Run one or several commands, each with more variables for its environment, and end them together.
+    """Run one or several commands, each with more variables for its environment. When one fails, all end.
 
     Raises:
         SystemExit: one of them failed, or all together took longer than ``timeout`` seconds.
@@ -335,16 +335,17 @@ def run_together(name: str, commands: Iterable[tuple[list[str], dict[str, str]]]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}  # one thread per rank
             # A session of its own, so that the child and its ranks can be ended together, however this ends.
             children.append(subprocess.Popen(command, start_new_session=True, env=environment))
-        codes = [child.wait(max(0.0, deadline - time.monotonic())) for child in children]
-    except subprocess.TimeoutExpired:
-        sys.exit(f"{name} was stopped: it took longer than --timeout {timeout:g} seconds.")
+        while None in (codes := [child.poll() for child in children]) and not any(codes):
+            if time.monotonic() > deadline:
+                sys.exit(f"{name} was stopped: it took longer than --timeout {timeout:g} seconds.")
+            time.sleep(0.1)
     finally:
         for child in children:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended already
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    if any(codes):
-        sys.exit(f"{name} failed with exit code {max(codes, key=abs)}; its messages are above.")
+    if failed := [code for code in codes if code]:
+        sys.exit(f"{name} failed with exit code {failed[0]}; its messages are above.")
 
 
 def saving(result: dict[str, Any], results: list[dict[str, Any]]) -> str:
