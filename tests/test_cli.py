@@ -1,6 +1,9 @@
 """The command line: strategies in configuration files, any module by its import path, errors that list what is valid."""
 
+import contextlib
+import io
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -270,27 +273,71 @@ def test_module_runs_two_processes(tmp_path):
     assert "on 2 ranks; each sends about" in printed
 
 
+def run_example(*arguments):
+    """Run ``examples/train.py`` with these arguments on this rank, as torchrun would."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "example"
+    sys.path.insert(0, str(EXAMPLES))
+    tiny = ["--model.width=16", "--model.depth=1", "--model.heads=2", "--data.val_windows=16"]
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+    sys.argv = ["train.py", *map(str, arguments), *tiny, *quiet]
+    runpy.run_path(str(EXAMPLES / "train.py"), run_name="__main__")
+
+
+def includes(whole, part):
+    """Whether a configuration says what a part of it says; defaults may be added."""
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(name in whole and includes(whole[name], part[name]) for name in part)
+    return whole == part
+
+
+def go_through_everything(rank, config, folder):
+    """Print the configuration, fit, fit from the saved configuration, and evaluate in all ways; return what came."""
+    short = ["--trainer.max_steps=4", "--trainer.val_check_interval=4"]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        run_example("fit", "--config", config, "--print_config")
+    run_example("fit", "--config", config, f"--trainer.default_root_dir={folder / 'first'}", *short)
+    torch.distributed.barrier()
+    (saved,) = (folder / "first").rglob("config.yaml")
+    run_example("fit", "--config", saved, f"--trainer.default_root_dir={folder / 'second'}")
+    torch.distributed.barrier()
+    first, second = (next((folder / name).rglob("*.ckpt")) for name in ("first", "second"))
+    for what in ("validate", "test", "predict"):
+        evaluation = folder / what
+        run_example(what, "--config", config, f"--ckpt_path={first}", f"--trainer.default_root_dir={evaluation}")
+    weights = [torch.load(path, weights_only=True)["state_dict"] for path in (first, second)]
+    return printed.getvalue(), saved.read_text(), weights
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_example_runs_on_two_processes(config, tmp_path):
-    """``examples/train.py`` fits with each configuration on two processes, and saves it."""
-    tiny = ["--model.width=16", "--model.depth=1", "--model.heads=2", "--data.val_windows=16", "--config", config]
-    tiny += ["--trainer.max_steps=4", "--trainer.val_check_interval=4", f"--trainer.default_root_dir={tmp_path}"]
-    tiny += ["--trainer.enable_progress_bar=false"]
-    printed = run_python(EXAMPLES / "train.py", "fit", *tiny, folder=tmp_path)
-    (saved,) = tmp_path.rglob("config.yaml")
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning")  # of folders, seeds and checkpoints of earlier runs
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning_utilities")
+def test_example_goes_through_everything(config, tmp_path):
+    """With each file, ``examples/train.py`` prints, fits, fits again from what it saved, and evaluates, on two ranks.
 
-    assert "`max_steps=4` reached" in printed
-    assert "trainer:" in saved.read_text()
+    The second fit repeats the first bit for bit, but for async, whose rounds depend on time.
+    """
+    outcomes = launch(go_through_everything, 2, config, tmp_path, init_group=False, allow_failure=True)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(outcome.describe() for outcome in outcomes)
+    printed, saved, (first, second) = outcomes[0].result
+    strategy = yaml.safe_load(config.read_text())["trainer"]["strategy"]
+
+    assert includes(yaml.safe_load(printed)["trainer"]["strategy"], strategy)
+    assert includes(yaml.safe_load(saved)["trainer"]["strategy"], strategy)
+    assert "val_loss" in outcomes[0].output
+    assert "test_loss" in outcomes[0].output
+    if config.stem != "async":
+        assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "shown"), [("validate", "val_loss"), ("test", "test_loss"), ("predict", "")])
-def test_example_evaluates_on_two_processes(what, shown, tmp_path):
-    """``examples/train.py`` validates, tests and predicts on two processes."""
-    tiny = ["--model.width=16", "--model.depth=1", "--model.heads=2", "--data.val_windows=16"]
-    tiny += [f"--config={EXAMPLES / 'configs/async.yaml'}", f"--trainer.default_root_dir={tmp_path}"]
-    printed = run_python(EXAMPLES / "train.py", what, *tiny, folder=tmp_path)
+def test_example_runs_on_two_processes(tmp_path):
+    """``examples/train.py`` starts the second process by itself."""
+    tiny = ["--model.width=16", "--model.depth=1", "--model.heads=2", "--data.val_windows=16", "--trainer.max_steps=4"]
+    config = EXAMPLES / "configs/bytegrad.yaml"
+    where = f"--trainer.default_root_dir={tmp_path}"
+    printed = run_python(EXAMPLES / "train.py", "fit", f"--config={config}", where, *tiny, folder=tmp_path)
 
-    assert "[rank: 1]" in printed
-    assert shown in printed
+    assert "on 2 ranks; each sends about" in printed
+    assert "`max_steps=4` reached" in printed
