@@ -1,9 +1,12 @@
 """Two machines on Ethernet: ranks with addresses, host names and a cable of their own."""
 
+import functools
 import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -129,9 +132,9 @@ def make_model(cls, name):
     return cls(**(options if name == "qadam" else {}))
 
 
-def make_strategy(name, **options):
+def make_strategy(name, timeout=TIMEOUT):
     """Build a strategy whose exchanges come often."""
-    return DistOptStrategy(make_algorithm(name, **OPTIONS.get(name, {}), **options), timeout=timedelta(seconds=TIMEOUT))
+    return DistOptStrategy(make_algorithm(name, **OPTIONS.get(name, {})), timeout=timedelta(seconds=timeout))
 
 
 def fit_each(place, machines, per_machine, names, interface=INTERFACE):
@@ -200,9 +203,9 @@ class CutInMidTraining(Regression):
         return super().training_step(batch, batch_idx)
 
 
-def wait_for(*paths):
+def wait_for(*paths, patience=PATIENCE):
     """Wait until files exist."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"none of {paths} has come"
         time.sleep(0.01)
@@ -227,6 +230,12 @@ def fit_undisturbed(place, per_machine, names):
         trainer = make_trainer(strategy=make_strategy(name), max_epochs=1)
         trainer.fit(results[-1], loader(NUM_UPDATES * 4 * per_machine))
     return [weights(model) for model in results]
+
+
+@functools.cache
+def undisturbed(per_machine):
+    """Return the final weights of every algorithm, trained by two nodes on one machine."""
+    return launch(fit_undisturbed, 2 * per_machine, per_machine, list(ALGORITHMS), init_group=False, timeout=100)[0]
 
 
 class Cut(threading.Thread):
@@ -268,13 +277,13 @@ def test_a_cable_that_is_out_for_two_seconds(node, per_machine, names, machines,
         )
     finally:
         cut.join()
-    reference = launch(fit_undisturbed, size, per_machine, names, init_group=False, timeout=100)[0]
+    reference = dict(zip(ALGORITHMS, undisturbed(per_machine), strict=True))
     for job, name in enumerate(names):
         ranks = places[size * job :][:size]
         assert all(torch.equal(final, ranks[0][0]) for final, _ in ranks), name
         assert all(ended_at > cut.over_at for _, ended_at in ranks), f"{name} did not meet the cut"
         if name != "async":  # whose rounds depend on the time
-            assert torch.equal(ranks[0][0], reference[job]), name
+            assert torch.equal(ranks[0][0], reference[name]), name
 
 
 class Killed(Regression):
@@ -327,7 +336,10 @@ def check_ends(outcomes, per_machine, names, since):
         assert outcome.ok, outcome.describe()
         sentence, ended_at = outcome.result
         name, rank = names[place // size], place % size
-        lost = f"rank {1 - rank}" if size == 2 else "(a peer|rank [0-3])"
+        # Between machines the first ranks exchange; a further one waits for its own first rank, which ends.
+        first = rank - rank % per_machine
+        peer = first if rank != first else (per_machine if rank == 0 else 0)
+        lost = f"rank {peer}" if size == 2 else f"(a peer|rank {peer})"
         assert re.search(rf"rank {rank} lost {lost} in {name}'s [a-z -]+ at step \d+: ", sentence), sentence
         assert ended_at - since(name) < TIMEOUT + PATIENCE
 
@@ -407,3 +419,121 @@ def test_one_rank_here_and_two_there(machines):
     for sentence, ended_at in launch(fit_as, 3, machines, places, INTERFACE, init_group=False):
         assert re.search("ranks count themselves differently there, (2 and 4|4 and 2): start the same number", sentence)
         assert ended_at - start < TIMEOUT
+
+
+# -- the commands of README ----------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+
+# Every algorithm in turn, and at last a fit without end, for the other machine to be killed in.
+TRAIN = """
+import socket
+import lightning.pytorch as pl
+import torch
+from models import Regression, loader, weights
+from test_two_machines import ALGORITHMS, NUM_UPDATES, Endless, make_model, make_strategy
+
+torch.set_num_threads(1)
+results = {}
+for name in (*ALGORITHMS, "the end"):
+    model = make_model(Regression, name) if name in ALGORITHMS else Endless()
+    trainer = pl.Trainer(
+        strategy=make_strategy(name if name in ALGORITHMS else "bytegrad", timeout=60), accelerator="cpu", devices=2,
+        num_nodes=2, max_epochs=1 if name in ALGORITHMS else -1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    if name == "the end":
+        torch.save((socket.gethostname(), trainer.local_rank, results), f"results-{trainer.global_rank}.pt")
+    trainer.fit(model, loader(NUM_UPDATES * 8))
+    results[name] = weights(model)
+"""
+
+
+class Endless(Regression):
+    """Says when it trains."""
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch == 1:
+            Path(f"training-{self.global_rank}").touch()
+        return super().training_step(batch, batch_idx)
+
+
+# What srun does: tasks on all nodes of the job, each with its numbers.
+SRUN = """#!{python}
+import os, subprocess, sys
+from pathlib import PosixPath
+sys.path.insert(0, {tests!r})
+from network import Machine
+
+machines, per_node = {machines}, int(os.environ["SLURM_NTASKS_PER_NODE"])
+tasks = []
+for task in range(int(os.environ["SLURM_NTASKS"])):
+    node, local = divmod(task, per_node)
+    numbers = dict(SLURM_PROCID=str(task), SLURM_LOCALID=str(local), SLURM_NODEID=str(node))
+    tasks.append(subprocess.Popen(sys.argv[1:], env={{**os.environ, **numbers}}, preexec_fn=machines[node].enter))
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+
+
+def readmes_scripts(launcher):
+    """Return README's scripts that use a launcher: one for each machine, or the batch script of node0."""
+    section = re.search(r"^## Two machines\n(.*?)^## ", (ROOT / "README.md").read_text(), re.S | re.M)[1]
+    return [block for block in re.findall(r"```(?:console|bash)\n(.*?)```", section, re.S) if launcher in block]
+
+
+def variables_of_a_batch_job(script):
+    """Return what sbatch sets for a script on node0 and node1."""
+    asked = dict(re.findall(r"--([a-z-]+)=(\d+)", " ".join(re.findall(r"^#SBATCH (.*)", script, re.M))))
+    nodes, per_node = asked["nodes"], asked["ntasks-per-node"]
+    return {
+        "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "job.sh", "SLURM_NODELIST": "node[0-1]", "SLURM_NNODES": nodes,
+        "SLURM_NTASKS_PER_NODE": per_node, "SLURM_NTASKS": str(int(nodes) * int(per_node)),
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["torchrun", "NODE_RANK", "srun"])
+def test_the_commands_of_readme(launcher, machines, tmp_path):
+    """On two machines as Debian sets them up, README's commands start four ranks, which find each other and train to
+    the weights of one machine. When node1's processes are killed, node0's command ends, and says what it has lost."""
+    scripts = readmes_scripts(launcher)
+    for machine, other in (machines, machines[::-1]):
+        machine.hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.host}\n{other.address} {other.host}\n")
+    (tmp_path / "train.py").write_text(TRAIN)
+    tests = str(Path(__file__).parent)
+    environ = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    environ |= {"PYTHONPATH": f"{tests}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    environ["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    if launcher == "srun":
+        srun = tmp_path / "srun"
+        srun.write_text(SRUN.format(python=sys.executable, tests=tests, machines=machines))
+        srun.chmod(0o755)
+        environ |= variables_of_a_batch_job(scripts[0])
+    assert len(scripts) == (1 if launcher == "srun" else 2)
+    commands, outputs = [], [tmp_path / "output-0", tmp_path / "output-1"]
+    for machine, script, path in zip(machines, scripts, outputs, strict=False):
+        with path.open("wb") as output:
+            commands.append(machine.start(script, cwd=tmp_path, env=environ, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        wait_for(*(tmp_path / f"training-{rank}" for rank in range(4)), patience=200)
+        for pid in machines[1].pids():
+            os.kill(pid, signal.SIGKILL)
+        codes = [command.wait(60) for command in commands]
+    finally:
+        for machine in machines:
+            for pid in machine.pids():
+                os.kill(pid, signal.SIGKILL)
+        for command, path in zip(commands, outputs, strict=False):
+            command.wait()
+            print(path.read_text())
+
+    assert all(codes)
+    assert re.search(r"rank [01] lost (a peer|rank 2) in bytegrad's [a-z -]+ at step \d+: ", outputs[0].read_text())
+    ranks = [torch.load(tmp_path / f"results-{rank}.pt") for rank in range(4)]
+    assert [rank[:2] for rank in ranks] == [("node0", 0), ("node0", 1), ("node1", 0), ("node1", 1)]
+    for name, expected in zip(ALGORITHMS, undisturbed(2), strict=True):
+        final = [results[name] for *_, results in ranks]
+        assert all(torch.equal(final[0], other) for other in final[1:]), name
+        if name != "async":  # whose rounds depend on the time
+            assert torch.equal(final[0], expected), name
