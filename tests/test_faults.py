@@ -95,6 +95,9 @@ def fit(rank, name, fault, ranks, directory, **options):
     trainer.fit(Faulty(fault, ranks, directory, **(QADAM if name == "qadam" else {})), loader(40))
 
 
+SECONDS = re.compile(r", ([\d.]+) s$")
+
+
 @pytest.fixture(scope="session")
 def table():
     """Collect what happens; write it as Markdown where FAULTS_TABLE says."""
@@ -106,14 +109,26 @@ def table():
 
 
 def markdown(rows):
-    """Lay out faults by algorithms."""
-    names = [name for name in ALGORITHMS if any(name in row for row in rows.values())]
-    lines = [f"| fault | {' | '.join(names)} | what one reads |", f"|---{'|---' * len(names)}|---|"]
+    """Lay out faults; what happens alike, on either rank and with every algorithm, stands once."""
+    merged = {}  # what happens by algorithm -> fault without its rank -> faults
     for fault, row in rows.items():
-        cells = [row[name][0] if name in row else "" for name in names]
-        ends = {name: text for name, (what, text) in row.items() if not what.startswith("goes on")}
+        outcomes = tuple((name, SECONDS.sub("", what)) for name, (what, _) in sorted(row.items()))
+        merged.setdefault((re.sub(r"rank \d", "one rank", fault), outcomes), []).append(fault)
+    lines = ["| fault | what happens | what one reads, here with bytegrad |", "|---|---|---|"]
+    for (label, outcomes), faults in merged.items():
+        by_outcome = {}
+        for name, outcome in outcomes:
+            by_outcome.setdefault(outcome, []).append(name)
+        first, *others = sorted(by_outcome, key=lambda outcome: -len(by_outcome[outcome]))
+        seconds = [
+            float(end[1]) for fault in faults for what, _ in rows[fault].values() if (end := SECONDS.search(what))
+        ]
+        within = f", after at most {max(seconds):.1f} s" if seconds else ""
+        cell = first + within * first.startswith("both end")
+        cell += "".join(f"; {', '.join(by_outcome[outcome])}: {outcome}" for outcome in others)
+        ends = {name: text for name, (what, text) in rows[faults[0]].items() if not what.startswith("goes on")}
         said = ends.get("bytegrad", next(iter(ends.values()), ""))
-        lines.append(f"| {fault} | {' | '.join(cells)} | {said} |")
+        lines.append(f"| {label if len(faults) > 1 else faults[0]} | {cell} | {said} |")
     return "\n".join([*lines, ""])
 
 
