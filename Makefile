@@ -10,7 +10,7 @@ help:
 	@echo "make demo    train a small GPT with several strategies on two processes; table and picture"
 	@echo "make test    run all tests"
 	@echo "make quick   run the tests that are not marked slow"
-	@echo "make check   lint, formatting, types, spelling"
+	@echo "make check   lint, formatting, types, spelling, docstrings against signatures"
 	@echo "PYTHON=...   the Python that .venv is made with (now: $(PYTHON))"
 
 demo: .venv/.stamp
@@ -27,6 +27,7 @@ check: .venv/.stamp
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python -m pytest --quiet tests/test_docs.py -k "documented or explain or references or tables or links"
 
 # The pinned requirements come first: they, not the ranges of the package, decide what is installed.
 .venv/.stamp: requirements/dev.txt pyproject.toml
