@@ -645,7 +645,7 @@ class CompressedMean:
             self._error.copy_(self.flat.add_(self._error))
         for k, piece in enumerate(self._pieces(self._codes)):
             if k != self._group.rank:
-                self._codec.encode(self._chunks[k], self._of(self._chunks[k], piece))
+                self._codec.encode(self._chunks[k], self._of(self._chunks[k], piece), overwrite=True)
                 self._take_from_error(k, piece, 1.0)
         self._received = self._room_in_flat()
         self._pending = self._group.all_to_all(self._received, self._codes)
@@ -667,7 +667,7 @@ class CompressedMean:
             self._group.give_back(self._received)
         # All sends are done, so the same buffer takes the means; the own one is encoded into its place there.
         mean = self._codes[self._group.rank * self._chunk_bytes :][: self._chunk_bytes]
-        self._codec.encode(own, self._of(own, mean))
+        self._codec.encode(own, self._of(own, mean), overwrite=self._error is None)
         if self._error is not None:
             # In the next mean this rank's part counts alpha times.
             self._chunk(self._error, self._group.rank).add_(own, alpha=1 / self._alpha)

@@ -7,6 +7,7 @@ codec              bytes per float32 value  largest error of one value
 =================  =======================  ===========================================================
 NoCompression      4                        none
 Float16            2                        2^-11 of the value; beyond 65504 it becomes infinite
+BFloat16           2                        2^-8 of the value
 MinMaxUInt8        1                        1/510 of the difference between the tensor's max and min
 BlockInt8          1.004                    1/254 of the largest absolute value in its block of 1024
 BlockInt4          0.504                    1/14 of the largest absolute value in its block of 1024
@@ -33,7 +34,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["BlockInt4", "BlockInt8", "Codec", "Float16", "MinMaxUInt8", "NoCompression"]
+__all__ = ["BFloat16", "BlockInt4", "BlockInt8", "Codec", "Float16", "MinMaxUInt8", "NoCompression"]
 
 ALIGNMENT = 8  # bytes
 PIECE_NUMEL = (
@@ -60,13 +61,14 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def encode(self, values: Tensor, out: Tensor) -> None:
+    def encode(self, values: Tensor, out: Tensor, *, overwrite: bool = False) -> None:
         """Write ``values`` as bytes.
 
         Args:
             values: 1-D, contiguous, floating; may be empty.
             out: 1-D uint8, contiguous, of exactly ``encoded_bytes``, aligned to 8 bytes. Every byte of it is
                 written.
+            overwrite: whether ``values`` may be left with any content, which saves a buffer to work in.
         """
 
     @abstractmethod
@@ -91,7 +93,7 @@ class NoCompression(Codec):
         _work_dtype(dtype)
         return _aligned(numel * dtype.itemsize)
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
+    def encode(self, values: Tensor, out: Tensor, *, overwrite: bool = False) -> None:
         """Copy."""
         _encode_as(values.dtype, values, out)
 
@@ -109,13 +111,31 @@ class Float16(Codec):
         _work_dtype(dtype)
         return _aligned(2 * numel)
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
+    def encode(self, values: Tensor, out: Tensor, *, overwrite: bool = False) -> None:
         """Round to the nearest half-precision number."""
         _encode_as(torch.float16, values, out)
 
     def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
         """Widen, multiply and add."""
         _decode_as(torch.float16, codes, out, alpha, beta)
+
+
+@dataclass(frozen=True)
+class BFloat16(Codec):
+    """The upper half of a float32: 8 significant bits, and no overflow."""
+
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Two per value."""
+        _work_dtype(dtype)
+        return _aligned(2 * numel)
+
+    def encode(self, values: Tensor, out: Tensor, *, overwrite: bool = False) -> None:
+        """Round to the nearest bfloat16 number."""
+        _encode_as(torch.bfloat16, values, out)
+
+    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+        """Widen, multiply and add."""
+        _decode_as(torch.bfloat16, codes, out, alpha, beta)
 
 
 @dataclass(frozen=True)
@@ -139,31 +159,41 @@ class _Blocked(Codec):
 
     def _rows(
         self, values: Tensor, buffer: Tensor, dtype: torch.dtype, in_place: bool = False
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield values, codes, scales and room to work in, a row per block; a shorter last block alone."""
+    ) -> tuple[Tensor, "list[tuple[Tensor, Tensor, slice, Tensor]]"]:
+        """Cut values and codes in pieces, a row per block; a shorter last block alone.
+
+        Returns:
+            The scales of all blocks, [blocks, scales_per_block], and for every piece its values, its codes, its place
+            among the scales, and room to work in, which all pieces share: the values' own memory if that can be.
+        """
         num_blocks, rest = divmod(values.numel(), self.block)
         num_scales = (num_blocks + (rest > 0)) * self.scales_per_block
         scales, codes = _sections(buffer, num_scales, dtype)
-        scales = scales.view(-1, self.scales_per_block)
         row_bytes = self._code_bytes(self.block)
         end, end_bytes = num_blocks * self.block, num_blocks * row_bytes
         rows = max(1, _piece_numel(values) // self.block)
         pieces = [
-            *zip(
-                torch.split(values[:end].view(num_blocks, self.block), rows),
-                torch.split(codes[:end_bytes].view(num_blocks, row_bytes), rows),
-                torch.split(scales[:num_blocks], rows),
-                strict=True,
+            (piece, piece_codes, slice(i * rows, min((i + 1) * rows, num_blocks)))
+            for i, (piece, piece_codes) in enumerate(
+                zip(
+                    torch.split(values[:end].view(num_blocks, self.block), rows),
+                    torch.split(codes[:end_bytes].view(num_blocks, row_bytes), rows),
+                    strict=True,
+                )
             )
+            if num_blocks
         ]
         if rest:
-            rest_bytes = self._code_bytes(rest)
-            last_codes = codes[end_bytes : end_bytes + rest_bytes]
-            pieces.append((values[end:].view(1, rest), last_codes.view(1, rest_bytes), scales[num_blocks:]))
+            last_codes = codes[end_bytes : end_bytes + self._code_bytes(rest)]
+            pieces.append((values[end:].view(1, rest), last_codes.view(1, -1), slice(num_blocks, num_blocks + 1)))
         in_place = in_place and values.dtype == dtype
-        work = values.new_empty(0 if in_place else max(piece.numel() for piece, _, _ in pieces), dtype=dtype)
-        for piece, piece_codes, scale in pieces:
-            yield piece, piece_codes, scale, piece if in_place else work[: piece.numel()].view(piece.shape)
+        work = values.new_empty(
+            0 if in_place else max((piece.numel() for piece, _, _ in pieces), default=0), dtype=dtype
+        )
+        return scales.view(-1, self.scales_per_block), [
+            (piece, piece_codes, place, piece if in_place else work[: piece.numel()].view(piece.shape))
+            for piece, piece_codes, place in pieces
+        ]
 
     def _code_bytes(self, numel: int) -> int:
         return -(-numel // self.codes_per_byte)
@@ -201,33 +231,42 @@ class MinMaxUInt8(_Blocked):
     block: int = 4096
     scales_per_block = 2
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """One pass: while a piece is in the cache, find its ranges and write its codes."""
+    def encode(self, values: Tensor, out: Tensor, *, overwrite: bool = False) -> None:
+        """Two passes: find the ranges of all blocks, then write the codes."""
         dtype = _work_dtype(values.dtype)
         limits = torch.finfo(dtype)
         out[-ALIGNMENT:].zero_()  # padding
-        for piece, codes, scales, work in self._rows(values, out, dtype):
+        scales, pieces = self._rows(values, out, dtype, in_place=overwrite)
+        low, high = values.new_empty(2, len(scales))
+        for piece, _, place, _ in pieces:
             # Two reductions over the cached piece: a single aminmax is not vectorised, and slower.
-            low, high = piece.amin(1).to(dtype), piece.amax(1).to(dtype)
-            half = high / 2 - low / 2
-            # A hair more than 127.5, so that no decoded value is rounded beyond the largest float. The smallest normal
-            # number still has a finite reciprocal, and 128 times the largest level does not overflow.
-            level = (half / 127.5001).clamp_(min=limits.tiny, max=limits.max / 128.001)
-            level = torch.where(half.isfinite(), level, half)
-            centre = low + half + (level / 2) * (high > low)
-            torch.stack([centre, level * (high > low)], dim=1, out=scales)
-            rows = centre[:, None]
-            centred = torch.sub(piece, rows, out=work) if piece.dtype == dtype else work.copy_(piece).sub_(rows)
-            centred.mul_(level.reciprocal()[:, None]).round_()
+            torch.amin(piece, 1, out=low[place])
+            torch.amax(piece, 1, out=high[place])
+        low, high = low.to(dtype), high.to(dtype)
+        half = high / 2 - low / 2
+        # A hair more than 127.5, so that no decoded value is rounded beyond the largest float. The smallest normal
+        # number still has a finite reciprocal, and 128 times the largest level does not overflow.
+        level = (half / 127.5001).clamp_(min=limits.tiny, max=limits.max / 128.001)
+        level = torch.where(half.isfinite(), level, half)
+        factor = level.reciprocal()[:, None]
+        level = level.mul_(high > low)
+        centre = (low + half).add_(level, alpha=0.5)
+        torch.stack([centre, level], dim=1, out=scales)
+        centre = centre[:, None]
+        for piece, codes, place, work in pieces:
+            if piece.dtype == dtype:
+                torch.sub(piece, centre[place], out=work)
+            else:
+                work.copy_(piece).sub_(centre[place])
             # Where the range is a few float steps wide, the centre is rounded by many levels, and codes would wrap.
-            codes.copy_(centred.clamp_(-128, 127))
+            codes.copy_(work.mul_(factor[place]).round_().clamp_(-128, 127))
 
     def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
         """One pass."""
-        dtype = _work_dtype(out.dtype)
-        for piece, piece_codes, scales, work in self._rows(out, codes, dtype, in_place=not beta):
-            centre, level = (scales * alpha)[:, :, None].unbind(1)
-            _store(work.copy_(piece_codes).mul_(level).add_(centre), piece, beta)
+        scales, pieces = self._rows(out, codes, _work_dtype(out.dtype), in_place=not beta)
+        centre, level = (scales if alpha == 1.0 else scales * alpha)[:, :, None].unbind(1)
+        for piece, piece_codes, place, work in pieces:
+            _store(work.copy_(piece_codes).mul_(level[place]).add_(centre[place]), piece, beta)
 
 
 @dataclass(frozen=True)
@@ -246,13 +285,14 @@ class _Symmetric(_Blocked):
 
     largest_code: ClassVar[int]
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
+    def encode(self, values: Tensor, out: Tensor, *, overwrite: bool = False) -> None:
         """One pass: while a piece is in the cache, find its scales and write its codes."""
         dtype = _work_dtype(values.dtype)
         smallest = self.largest_code * torch.finfo(dtype).tiny  # so that n / p is finite
         out[-ALIGNMENT:].zero_()  # padding
-        for piece, codes, scales, work in self._rows(values, out, dtype):
-            peak = scales[:, 0]
+        scales, pieces = self._rows(values, out, dtype, in_place=overwrite)
+        for piece, codes, place, work in pieces:
+            peak = scales[place, 0]
             work.copy_(piece)
             # Two reductions over the cached piece: a single aminmax or norm is not vectorised, and slower.
             peak.copy_(torch.maximum(work.amax(1), work.amin(1).neg_()).clamp_(min=smallest))
@@ -261,11 +301,11 @@ class _Symmetric(_Blocked):
 
     def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
         """One pass."""
-        dtype = _work_dtype(out.dtype)
-        for piece, piece_codes, scales, work in self._rows(out, codes, dtype, in_place=not beta):
+        scales, pieces = self._rows(out, codes, _work_dtype(out.dtype), in_place=not beta)
+        for piece, piece_codes, place, work in pieces:
             self._unpack(piece_codes, work)
             # The rounded 1/n times n is exactly 1, for both n.
-            _store(work.mul_(1 / self.largest_code).mul_(scales * alpha), piece, beta)
+            _store(work.mul_(1 / self.largest_code).mul_(scales[place] * alpha), piece, beta)
 
     @abstractmethod
     def _pack(self, work: Tensor, codes: Tensor) -> None:
@@ -377,6 +417,8 @@ def _store(work: Tensor, piece: Tensor, beta: float) -> None:
         piece.copy_(work)  # nothing to do if they are the same
     elif beta == 1.0:
         piece.add_(work)
+    elif work.dtype == piece.dtype:
+        torch.add(work, piece, alpha=beta, out=piece)
     else:
         piece.mul_(beta).add_(work)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import launch, make_trainer, run_ranks
 
-from lightning_distopt.algorithms import ByteGrad, QAdam, QAdamOptimizer
+from lightning_distopt.algorithms import ByteGrad, QAdam, QAdamOptimizer, qadam
 from lightning_distopt.algorithms.base import BucketHook
 from lightning_distopt.collectives import Group
 
@@ -237,6 +237,35 @@ def test_zero_gradient_through_warmup_neither_explodes_nor_stops(size, whole, de
         if decay == 0.0:
             assert (history[29] - start).abs().max() < 0.1
         assert (history[29] - history[-1]).min() > 0.1
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("layout", ["row-major", "column-major", "gradient in other strides"])
+def test_the_size_of_pieces_changes_nothing(decay, decoupled, layout, monkeypatch):
+    """Parameters updated in pieces end as those updated at once, in warm-up and after, with idle elements."""
+
+    def train():
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randn(5, 7, generator=generator)
+        parameter = torch.nn.Parameter(weights.t() if layout == "column-major" else weights)
+        optimizer = QAdamOptimizer(
+            [parameter], lr=0.1, warmup_steps=3, weight_decay=decay, decoupled_weight_decay=decoupled
+        )
+        for step in range(8):
+            gradient = torch.randn(parameter.shape, generator=generator)
+            if step < 6:
+                gradient[1, 2] = gradient[-1] = 0.0
+            if layout == "gradient in other strides":
+                gradient = gradient.t().contiguous().t()
+            parameter.grad = gradient
+            optimizer.step()
+        return parameter.detach()
+
+    whole = train()
+    monkeypatch.setattr(qadam, "PIECE_NUMEL", 4)
+
+    assert torch.equal(train(), whole)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

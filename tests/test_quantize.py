@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_distopt import bench, quantize
-from lightning_distopt.quantize import BlockInt4, BlockInt8, Float16, MinMaxUInt8, NoCompression
+from lightning_distopt.quantize import BFloat16, BlockInt4, BlockInt8, Float16, MinMaxUInt8, NoCompression
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BLOCKS = [BlockInt8(), BlockInt4(), BlockInt8(5), BlockInt4(5), BlockInt4(6), BlockInt4(1)]
 QUANTISERS = [MinMaxUInt8(), *BLOCKS]
-CODECS = [*QUANTISERS, Float16(), NoCompression()]
+CODECS = [*QUANTISERS, Float16(), BFloat16(), NoCompression()]
 
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 all_codecs = pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -85,7 +85,7 @@ def test_sizes_keep_what_lies_behind_aligned(codec):
 
 @pytest.mark.parametrize(
     ("codec", "bytes_per_value"),
-    [(MinMaxUInt8(), 1.005), (BlockInt8(), 1.01), (BlockInt4(), 0.51), (Float16(), 2)],
+    [(MinMaxUInt8(), 1.005), (BlockInt8(), 1.01), (BlockInt4(), 0.51), (Float16(), 2), (BFloat16(), 2)],
     ids=repr,
 )
 def test_scales_add_little_to_the_codes(codec, bytes_per_value):
@@ -256,11 +256,12 @@ def test_no_compression_is_exact(dtype):
 
 
 @all_dtypes
-def test_float16_rounds_as_torch_does(dtype):
-    """Also where it overflows: the result is infinite, not wrong."""
+def test_16_bit_codecs_round_as_torch_does(dtype):
+    """Also where they overflow: the result is infinite, not wrong."""
     values = torch.cat([normal(100_000, dtype), torch.tensor([6e4, 1e5, -1e30, 1e-9], dtype=dtype)])
 
     assert torch.equal(round_trip(Float16(), values), values.half().to(dtype))
+    assert torch.equal(round_trip(BFloat16(), values), values.bfloat16().to(dtype))
 
 
 # -- not finite ----------------------------------------------------------------------------------------------
@@ -371,6 +372,21 @@ def test_the_size_of_pieces_changes_nothing(codec, dtype, monkeypatch):
 
         assert torch.equal(codes_of_pieces, codes)
         assert torch.equal(out_of_pieces, out)
+
+
+@all_codecs
+@all_dtypes
+def test_values_that_may_be_overwritten_give_the_same_bytes(codec, dtype):
+    """Working in the values' own memory changes nothing but that memory; without leave they are as they were."""
+    values = normal(3 * 4096 + 77, dtype)
+    kept, codes = values.clone(), torch.empty(codec.encoded_bytes(values.numel(), dtype), dtype=torch.uint8)
+    expected = encoded(codec, values)
+
+    assert torch.equal(values, kept)
+
+    codec.encode(values, codes, overwrite=True)
+
+    assert torch.equal(codes, expected)
 
 
 @all_codecs

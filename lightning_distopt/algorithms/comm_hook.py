@@ -1,7 +1,6 @@
 """Compressed gradient all-reduces: what torch ships as DDP communication hooks, on CPU and CUDA, counted, resumable."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,35 +16,9 @@ from lightning_distopt.algorithms.base import (
     ring_bytes,
 )
 from lightning_distopt.collectives import Group
-from lightning_distopt.quantize import Codec, Float16
+from lightning_distopt.quantize import BFloat16, Float16
 
 __all__ = ["HalfAllReduce", "PowerSGD"]
-
-
-@dataclass(frozen=True)
-class BFloat16(Codec):
-    """The upper half of a float32: 8 significant bits, and no overflow."""
-
-    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Two per value."""
-        return Float16().encoded_bytes(numel, dtype)
-
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """Round to the nearest bfloat16 number."""
-        out[2 * values.numel() :].zero_()
-        self._halves(out, values.numel()).copy_(values)
-
-    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
-        """Widen, multiply and add."""
-        values = self._halves(codes, out.numel()).to(out.dtype).mul_(alpha)
-        if beta:
-            out.mul_(beta).add_(values)
-        else:
-            out.copy_(values)
-
-    @staticmethod
-    def _halves(codes: Tensor, numel: int) -> Tensor:
-        return codes[: 2 * numel].view(torch.bfloat16)
 
 
 class HalfAllReduce(GradientExchange):

@@ -308,8 +308,9 @@ class LowPrecisionDecentralized(WeightExchange):
             if self._neighbours == 2:
                 difference.add_(s.right, alpha=1 / 3)
             difference.sub_(s.own, alpha=5 / 3)
-            self._codec.encode(difference, codes[s.code])
-            self._codec.decode(codes[s.code], s.own, beta=1.0)
+            self._codec.encode(difference, codes[s.code], overwrite=True)
+            self._codec.decode(codes[s.code], difference)
+            s.own.add_(difference)
             weights.copy_(s.own.view(weights.shape))
         rank, size = self._ring.rank, self._ring.size
         # At W = 2 both neighbours are one rank, which needs one message. Else the first goes left, so the first to

@@ -1,7 +1,7 @@
 """QAdam: Adam whose first moment, not its gradient, travels in 8 bits once the second moment is known."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -110,6 +110,8 @@ class QAdam(GradientExchange):
         self._held = {}
 
 
+# Elements of a parameter that are updated at a time on a CPU: half a MB of each tensor.
+PIECE_NUMEL = 2**17
 # A second moment below this fraction of the mean one counts as zero: gradients of a hundredth of the usual size.
 NOISE = 1e-4
 
@@ -271,6 +273,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 "all backward passes of an update but the last under no_sync() of DistributedDataParallel; "
                 "in Lightning use accumulate_grad_batches."
             )
+        self._sums: dict[int, tuple[float, int]] = {}  # most parameters end their warm-up in the same update
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -289,54 +292,68 @@ class QAdamOptimizer(torch.optim.Optimizer):
         first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
         beta1, beta2 = group["betas"]
         lr, eps, decay = group["lr"], group["eps"], group["weight_decay"]
-        if group["decoupled_weight_decay"]:
-            parameter.mul_(1 - lr * decay)
-            decay = 0.0
-
-        if parameter in self._folded:
-            momentum = gradient.add(parameter, alpha=(1 - beta1) * decay) if decay else gradient
-        else:
-            decayed = gradient.add(parameter, alpha=decay) if decay else gradient
-            momentum = first.lerp(decayed, 1 - beta1)
-            if warming_up:
-                second.mul_(beta2).addcmul_(decayed, decayed, value=1 - beta2)
+        decoupled, decay = (decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
         if warming_up and decay:
             # Here a zero second moment is no sign of a zero gradient.
             state["idle"] = state.get("idle", True) & (gradient == 0)
         if not warming_up and "frozen_at" not in state:
-            state["frozen_at"] = step - 1
-            # A gradient that is zero but for rounding noise, as that of a bias in front of a BatchNorm, leaves a second
-            # moment that is no scale for anything: the quantiser's rounding over its root would be a large step.
-            noise = NOISE * self._mean_second_moment(self.state.values(), beta2)
-            late = (second <= noise * (1 - beta2 ** (step - 1))) | state.pop("idle", False)
-            if late.any():
-                second.masked_fill_(late, 0.0)
-                state["floor"] = self._mean_second_moment([state], beta2) or self._mean_second_moment(
-                    self.state.values(), beta2
-                )
-                state["late"] = late
+            self._freeze(state, beta2)
 
         # sqrt(v / c) + eps = (sqrt(v) + eps sqrt(c)) / sqrt(c): the last division joins the step size.
         root = math.sqrt(1 - beta2 ** state.get("frozen_at", step))
-        denominator = second.sqrt().add_(eps * root)
-        if "late" in state:
-            recovered = momentum.sub(first, alpha=beta1).div_(1 - beta1)
-            moving = torch.addcmul(second * beta2, recovered, recovered, value=1 - beta2)
-            second.copy_(torch.where(state["late"], moving, second))
-            corrected = second.div(1 - beta2 ** (step - state["frozen_at"])).clamp_(min=state["floor"])
-            denominator = torch.where(state["late"], corrected.sqrt_().add_(eps).mul_(root), denominator)
-        first.copy_(momentum)
-        parameter.addcdiv_(first, denominator, value=-lr * root / (1 - beta1**step))
+        late = [state["late"]] if "late" in state else []
+        room = second.new_empty(0)
+        for x, g, m, v, *masks in _pieces(parameter, gradient, first, second, *late):
+            if room.shape != v.shape:
+                room = torch.empty_like(v)  # one for all pieces: new memory is slow
+            if decoupled:
+                x.mul_(1 - lr * decoupled)
+            if parameter in self._folded:
+                momentum = g.add(x, alpha=(1 - beta1) * decay) if decay else g
+            else:
+                decayed = g.add(x, alpha=decay) if decay else g
+                momentum = torch.lerp(m, decayed, 1 - beta1)
+                if warming_up:
+                    v.mul_(beta2).addcmul_(decayed, decayed, value=1 - beta2)
+            denominator = torch.sqrt(v, out=room).add_(eps * root)
+            for mask in masks:
+                if mask.is_cuda or mask.any():  # a GPU would have to be waited for
+                    recovered = momentum.sub(m, alpha=beta1).div_(1 - beta1)
+                    moving = torch.addcmul(v * beta2, recovered, recovered, value=1 - beta2)
+                    v.copy_(torch.where(mask, moving, v))
+                    corrected = v.div(1 - beta2 ** (step - state["frozen_at"])).clamp_(min=state["floor"])
+                    denominator = torch.where(mask, corrected.sqrt_().add_(eps).mul_(root), denominator)
+            m.copy_(momentum)
+            x.addcdiv_(m, denominator, value=-lr * root / (1 - beta1**step))
 
-    @staticmethod
-    def _mean_second_moment(states: Iterable[dict[str, Any]], beta2: float) -> float:
+    def _freeze(self, state: dict[str, Any], beta2: float) -> None:
+        """End the warm-up of one parameter: note when, and which of its elements have no second moment."""
+        updates = state["step"] - 1
+        state["frozen_at"] = updates
+        second = state["exp_avg_sq"]
+        # A gradient that is zero but for rounding noise, as that of a bias in front of a BatchNorm, leaves a second
+        # moment that is no scale for anything: the quantiser's rounding over its root would be a large step.
+        noise = NOISE * self._mean_second_moment(self.state.values(), beta2)
+        late = (second <= noise * (1 - beta2**updates)) | state.pop("idle", False)
+        if late.any():
+            second.masked_fill_(late, 0.0)
+            self._sums.pop(id(state), None)
+            state["floor"] = self._mean_second_moment([state], beta2) or self._mean_second_moment(
+                self.state.values(), beta2
+            )
+            state["late"] = late
+
+    def _mean_second_moment(self, states: Iterable[dict[str, Any]], beta2: float) -> float:
         """Bias-corrected mean over the elements that have a second moment; 0 if there are none."""
         total, count = 0.0, 0
         for state in states:
             if "late" not in state:
-                second, updates = state["exp_avg_sq"], state.get("frozen_at", state["step"])
-                total += second.sum(dtype=torch.float64).item() / (1 - beta2**updates)
-                count += int(second.count_nonzero())
+                if id(state) not in self._sums:
+                    second, updates = state["exp_avg_sq"], state.get("frozen_at", state["step"])
+                    corrected = second.sum(dtype=torch.float64).item() / (1 - beta2**updates)
+                    self._sums[id(state)] = corrected, int(second.count_nonzero())
+                total += self._sums[id(state)][0]
+                count += self._sums[id(state)][1]
         # Three digits: the order of the sum, which may differ between machines, must not show.
         return float(f"{total / max(count, 1):.3g}")
 
@@ -371,6 +388,23 @@ def _line_instead_of(optimizer: torch.optim.Optimizer) -> str:
 
 def _in_strides_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     # bucket.gradients() are row-major views, but DDP writes a dense parameter's gradient in the parameter's
-    # own strides (channels_last, a transpose). empty_like keeps strides of dense tensors, and of no others.
-    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    return gradient.as_strided(parameter.shape, parameter.stride()) if dense else gradient
+    # own strides (channels_last, a transpose).
+    return gradient.as_strided(parameter.shape, parameter.stride()) if _is_dense(parameter) else gradient
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    # empty_like keeps strides of dense tensors, and of no others.
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views that together cover tensors of one shape, on a CPU small enough for all of them to stay in its cache.
+
+    Else every operation would carry its result to main memory and back.
+    """
+    first = tensors[0]
+    if not first.is_cpu or not _is_dense(first) or any(t.stride() != first.stride() for t in tensors):
+        yield tensors
+        return
+    flat = [t.as_strided((t.numel(),), (1,)) for t in tensors]
+    yield from zip(*(torch.split(t, PIECE_NUMEL) for t in flat), strict=True)
