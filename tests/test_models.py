@@ -287,6 +287,24 @@ def test_clipping_acts_on_the_averaged_gradient(name, options, algorithm):
     torch.testing.assert_close(pair[0][2], ddp[0], rtol=1e-5, atol=1e-6)
 
 
+def last_gradient(rank, name):
+    """Return the gradient that the last update was made from."""
+    model = Clipped()
+    trainer = make_trainer(strategy=DistOptStrategy(MAKERS[name]()), max_steps=3, gradient_clip_val=0.1)
+    trainer.fit(model, loader())
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", some_quick(WEIGHT))
+def test_clipping_acts_on_each_ranks_own_gradient(name):
+    """Where weights are exchanged, every rank clips its own gradient to the threshold."""
+    first, second = launch(last_gradient, 2, name)
+
+    assert first.norm().item() == pytest.approx(0.1, rel=1e-4)
+    assert second.norm().item() == pytest.approx(0.1, rel=1e-4)
+    assert not torch.allclose(first, second)
+
+
 def fit_stock(rank, model_class, **options):
     """Fit under Lightning's own ddp."""
 
