@@ -414,7 +414,7 @@ def _tcp_store(where: str, host: str, port: int, me: _Member) -> dist.Store:
     if holder != own:
         raise DistributedRuntimeException(
             f"{me} came to {where}, where {holder} already is rank {me.rank}: end what an earlier run has left, "
-            "or give every run its own port"
+            "give every run its own port, and start as many processes on every node"
         )
     return store
 

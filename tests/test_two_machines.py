@@ -421,6 +421,17 @@ def test_one_rank_here_and_two_there(machines):
         assert ended_at - start < TIMEOUT
 
 
+@pytest.mark.slow
+def test_two_ranks_here_and_one_there(machines):
+    """Here the second machine's rank 1 takes the place of the first one's: one of them says so, and no rank stays."""
+    places = [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
+    start = time.time()
+    ranks = launch(fit_as, 3, machines, places, INTERFACE, init_group=False)
+    names = r"rank 1 of \d came to .*, where process \d+ on node\d already is rank 1: .*start as many processes on every node"
+    assert any(re.search(names, sentence) for sentence, _ in ranks)
+    assert all(ended_at - start < TIMEOUT + PATIENCE for _, ended_at in ranks)
+
+
 # -- the commands of README ----------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[1]
