@@ -137,7 +137,11 @@ _MASTER_HOOKS.remove("on_load_checkpoint")
 class MasterOnlyCallback(Callback):
     """A callback whose hooks run on the job's master, rank 0, only.
 
-    Subclass it and write hooks as usual, or guard an existing callback with :meth:`wrap`. These run on every
+    Subclass it and write hooks as usual, or guard an existing callback with :meth:`wrap`:
+
+    >>> callback = MasterOnlyCallback.wrap(pl.callbacks.LearningRateMonitor())
+
+    These run on every
     rank, since ranks must stay paired in them: the constructor, ``state_dict``, ``load_state_dict``,
     ``state_key`` and ``on_load_checkpoint``. All others do not: ``setup``, ``teardown`` and every other
     ``on_...`` hook.

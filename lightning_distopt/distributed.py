@@ -610,6 +610,12 @@ def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:
     Inside it, every collective of this package raises :class:`DistributedRuntimeException` at once, with the
     name of the function: the other ranks would never join. That holds in a job of one process, too.
 
+    >>> @master_only
+    ... def announce(loss):
+    ...     print(f"loss {loss}")
+    >>> announce(0.5)
+    loss 0.5
+
     Args:
         fn: a function or method; under ``@classmethod`` or ``@staticmethod``, this decorator goes below.
 

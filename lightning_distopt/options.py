@@ -384,6 +384,9 @@ class DDPOption(TorchOption):
 class BaguaDistributedOption(TorchOption):
     """One of Bagua's algorithms, or another one of this package.
 
+    >>> BaguaDistributedOption("diloco", period=50, master_addr="10.0.0.1").init_method()
+    'tcp://10.0.0.1:23456'
+
     Attributes:
         engine: "auto", "torch" or "bagua".
     """

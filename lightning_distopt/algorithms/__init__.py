@@ -44,6 +44,12 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 def make_algorithm(algorithm: "str | Algorithm", **options: Any) -> Algorithm:
     """Build an algorithm from its name and its options, or pass a ready one through.
 
+    >>> make_algorithm("local_sgd", period=8)
+    LocalSGD(period=8, warmup_steps=0)
+    >>> make_algorithm("local_sgd", perod=8)
+    Traceback (most recent call last):
+    ValueError: unknown option 'perod' of local_sgd (did you mean 'period'?); valid are: period, warmup_steps
+
     Args:
         algorithm: a name in ``ALGORITHMS``, or an instance (then without options).
         **options: arguments of the algorithm's constructor.
