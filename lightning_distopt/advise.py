@@ -83,18 +83,22 @@ class Cost:
 
     Attributes:
         latency: alpha, seconds of a very small exchange.
-        seconds_per_byte: beta, for every further byte that a rank sends.
+        alone_per_byte: beta of an exchange with no other one beside it: seconds for every further byte that a rank
+            sends.
+        seconds_per_byte: beta where the next exchange is always under way. Smaller on some links, where one exchange
+            alone leaves them idle at times.
         slowdown: by what part the host's work is slowed while bytes travel, 0 to 1: the exchange takes processor time,
             too.
     """
 
     latency: float
+    alone_per_byte: float
     seconds_per_byte: float
     slowdown: float
 
     def seconds(self, num_bytes: float) -> float:
         """Return what an exchange takes alone."""
-        return self.latency + num_bytes * self.seconds_per_byte
+        return self.latency + num_bytes * self.alone_per_byte
 
 
 @dataclass(frozen=True)
@@ -205,8 +209,9 @@ class _DryPending(Pending):
 def replay(trace: Trace, costs: Mapping[str, Cost]) -> list[float]:
     """Put a trace on a link.
 
-    Exchanges share the link one after the other, in the order in which they start; latencies overlap. While bytes
-    travel, the host's work is slowed as :class:`Cost` says.
+    Exchanges share the link one after the other, in the order in which they start. An exchange takes at least as long
+    as it does alone; in that time others may use what it leaves of the link. While bytes travel, the host's work is
+    slowed as :class:`Cost` says.
 
     Args:
         trace: of one rank; the others do the same at the same time.
@@ -227,7 +232,7 @@ def replay(trace: Trace, costs: Mapping[str, Cost]) -> list[float]:
             begin = max(now, free)
             free = begin + event.num_bytes * cost.seconds_per_byte
             travelling.append((begin, free, cost.slowdown))
-            arrivals.append(free + cost.latency)
+            arrivals.append(max(free + cost.latency, now + cost.seconds(event.num_bytes)))
         elif isinstance(event, Wait):
             now = max(now, arrivals[event.start])
         else:
@@ -298,9 +303,11 @@ def recommend(predictions: Sequence[Prediction]) -> str:
     Algorithms that need an optimizer of their own are left out.
 
     Args:
-        predictions: of all candidates, at least one of which runs under any optimizer.
+        predictions: of all candidates.
     """
     candidates = sorted((p for p in predictions if p.any_optimizer), key=lambda p: p.step_ms)
+    if not candidates:
+        return "Nothing to recommend: no algorithm that runs under any optimizer was among the candidates."
     fastest = candidates[0]
     tiers = [
         [p for p in candidates if p.exact],
@@ -309,20 +316,19 @@ def recommend(predictions: Sequence[Prediction]) -> str:
     ]
     chosen = next(tier[0] for tier in tiers if tier and tier[0].step_ms <= WORTH * fastest.step_ms)
     said = f"Recommended: {chosen.name}, {chosen.step_ms:.0f} ms per update"
-    compared = f"the fastest ({fastest.name}) takes {fastest.step_ms:.0f} ms, and 10 % would be needed to change"
+    near = "it is the fastest"
+    if chosen is not fastest:
+        near = f"the fastest, {fastest.name} ({fastest.step_ms:.0f} ms), is not 10 % faster"
     if chosen.exact:
-        why = "it is the fastest" if chosen is fastest else compared
-        return f"{said}: it trains with the exact mean gradient, and {why}."
+        return f"{said}: it trains with the exact mean gradient, and {near}."
     if chosen.replicas_equal:
-        why = "it is the fastest" if chosen is fastest else compared
-        slower = f"the exact mean takes {tiers[0][0].step_ms:.0f} ms" if tiers[0] else "it sends few bytes"
-        return f"{said}: {slower}; this one keeps replicas equal, too, and {why}."
+        slower = f" the exact mean takes {tiers[0][0].step_ms:.0f} ms;" if tiers[0] else ""
+        return f"{said}:{slower} it keeps replicas equal, and {near}."
     equal = min((p for p in candidates if p.replicas_equal), key=lambda p: p.step_ms, default=None)
-    instead = "" if equal is None else f" Where that must not change, use {equal.name} ({equal.step_ms:.0f} ms)."
-    times = (
-        "" if equal is None else f" {equal.step_ms / chosen.step_ms:.1f} times faster than any that keeps them equal"
-    )
+    caution = "its replicas differ, which changes how training converges: compare the loss"
+    if equal is None:
+        return f"{said}: {near}; {caution}."
     return (
-        f"{said}: it is{times or ' the fastest'}, but its replicas differ, which changes how training converges: "
-        f"compare the loss.{instead}"
+        f"{said}: it is {equal.step_ms / chosen.step_ms:.1f} times as fast as any that keeps replicas equal, but "
+        f"{caution}, or use {equal.name} ({equal.step_ms:.0f} ms)."
     )

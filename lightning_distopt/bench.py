@@ -125,7 +125,8 @@ def make_entry(entry: str) -> Algorithm | None:
     """Build what one entry of ``--algorithms`` asks for.
 
     Args:
-        entry: a name, or a name with options, as "diloco:period=20,compression=int8"; or one of ``BASELINES``.
+        entry: a name, or a name with options, as "diloco:period=20,compression=int8"; the dotted path of a class of the
+            user's stands for a name, too. Or one of ``BASELINES``.
 
     Returns:
         The algorithm, or None for a baseline.
@@ -145,6 +146,9 @@ def make_entry(entry: str) -> Algorithm | None:
         if options:
             raise ValueError(f"{name} has no options, got {rest!r}")
         return None
+    if "." in name:
+        made: Algorithm = import_object(name)(**options)
+        return made
     if name not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {name!r}; valid are: {', '.join((*BASELINES, *ALGORITHMS))}")
     return make_algorithm(name, **options)
@@ -326,8 +330,9 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
 def advise(args: argparse.Namespace, group: Group, workload: Workload) -> dict[str, Any]:
     """Measure compute and link, predict every algorithm, and recommend one. Collective; the same on every rank."""
     alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
+    times: list[tuple[float, float]] = []
     show(args, "compute")
-    compute = measure_compute(workload)
+    measure_compute(workload, times)
     for parameter in workload.module.parameters():
         # What gets no gradient is not trained; DDP would wait for it.
         parameter.requires_grad_(parameter.requires_grad and parameter.grad is not None)
@@ -335,6 +340,7 @@ def advise(args: argparse.Namespace, group: Group, workload: Workload) -> dict[s
     predictions = []
     for entry in args.algorithms:
         show(args, f"predicting {entry}")
+        compute = measure_compute(workload, times)
         predictions.append(predict(entry, replace(workload), compute, costs, group.size, alone))
         gc.collect()  # an old DDP's hooks go with it
         group.barrier()
@@ -364,7 +370,7 @@ def advise(args: argparse.Namespace, group: Group, workload: Workload) -> dict[s
         "mbit_per_second": 8e-6 / reduce.seconds_per_byte,
         "costs": {kind: asdict(cost) for kind, cost in costs.items()},
         "rows": rows,
-        "recommendation": recommend([p for p in predictions if p.name.partition(":")[0] not in BASELINES]),
+        "recommendation": recommend([p for p in predictions if p.name not in BASELINES]),
     }
 
 
@@ -381,28 +387,29 @@ class Compute:
         return self.forward_backward + self.optimizer
 
 
-def measure_compute(workload: Workload, rounds: int = 9) -> Compute:
+def measure_compute(workload: Workload, times: list[tuple[float, float]], rounds: int = 5) -> Compute:
     """Time updates without any exchange. Collective.
 
     Args:
         workload: is trained by a few updates.
-        rounds: how many are timed, after two to warm up.
+        times: of earlier calls, which count, too: so that what is measured in turn with compute can be compared with
+            it. Those of this call are added.
+        rounds: how many updates are timed, after two to warm up.
     """
-    times = []
     dist.barrier()
-    for _ in range(2 + rounds):
+    for step in range(2 + rounds):
         start = time.perf_counter()
         workload.optimizer.zero_grad()
         workload.module().backward()
         middle = time.perf_counter()
         workload.optimizer.step()
-        times.append((middle - start, time.perf_counter() - middle))
-    forward_backward, optimizer = zip(*times[2:], strict=True)
-    return Compute(statistics.median(forward_backward), statistics.median(optimizer))
+        if step >= 2:
+            times.append((middle - start, time.perf_counter() - middle))
+    return Compute(*(statistics.median(column) for column in zip(*times, strict=True)))
 
 
-# Sent by a rank where bandwidth is measured: as much as a bucket of gradients holds.
-LARGE_BYTES = 2**22
+# Sent by a rank where bandwidth is measured: as much as a bucket of gradients holds, encoded.
+LARGE_BYTES = 2**20
 
 
 def exchanges(group: Group, num_bytes: int) -> dict[str, Callable[[], Pending]]:
@@ -428,44 +435,36 @@ def exchanges(group: Group, num_bytes: int) -> dict[str, Callable[[], Pending]]:
 def measure_link(args: argparse.Namespace, group: Group) -> dict[str, Cost]:
     """Measure latency, bandwidth, and what an exchange takes from the host, for every kind. Collective."""
 
-    def seconds(exchange: Callable[[], Pending], rounds: int) -> float:
-        times = []
+    def slowest(seconds: float) -> float:
+        return float(max(group.gather_objects(seconds)))
+
+    def seconds(exchange: Callable[[], Pending], rounds: int, under_way: int = 1) -> tuple[float, float]:
+        """Return the seconds that one exchange takes, and how many of them a processor works."""
+        times, processor = [], time.process_time()
         for _ in range(rounds):
             start = time.perf_counter()
-            exchange().wait()
-            times.append(time.perf_counter() - start)
-        return float(max(group.gather_objects(statistics.median(times))))
+            for pending in [exchange() for _ in range(under_way)]:
+                pending.wait()
+            times.append((time.perf_counter() - start) / under_way)
+        processor = (time.process_time() - processor) / rounds / under_way
+        return slowest(statistics.median(times)), slowest(processor)
 
-    probe = SquareLayers(WIDTH**2, args.batch, group.rank)
-
-    def probing(num_probes: int) -> float:
-        start = time.perf_counter()
-        for _ in range(num_probes):
-            probe().backward()
-        return time.perf_counter() - start
-
+    # An exchange takes processor time from the host's work, unless a core is left for it.
+    num_local = local_world_size(group.size)
+    spare = (os.cpu_count() or 1) / num_local - torch.get_num_threads()
+    shared = min(1.0, max(0.0, 1 - spare))
     small, large = exchanges(group, 8), exchanges(group, LARGE_BYTES)
     costs = {}
     for kind, exchange in large.items():
         show(args, f"link: {kind}")
         seconds(small[kind], 3)
-        latency = seconds(small[kind], 30)
-        once = seconds(exchange, 1)
-        whole = seconds(exchange, 11 if once < 0.1 else 3)
-        num_exchanges = math.ceil(0.2 / whole)
-        probing(3)
-        group.barrier()
-        # Long enough for the exchanges to end first.
-        num_probes = math.ceil(max(group.gather_objects(20 * 2.5 * num_exchanges * whole / probing(20))))
-        group.barrier()
-        alone = probing(num_probes)
-        group.barrier()
-        pending = [exchange() for _ in range(num_exchanges)]
-        lost = probing(num_probes) - alone
-        for one in pending:
-            one.wait()
-        slowdown = max(group.gather_objects(lost / (num_exchanges * whole)))
-        costs[kind] = Cost(latency, max(0.0, whole - latency) / LARGE_BYTES, min(1.0, max(0.0, slowdown)))
+        latency, _ = seconds(small[kind], 30)
+        once, _ = seconds(exchange, 1)
+        rounds = 11 if once < 0.05 else 3
+        alone, _ = seconds(exchange, rounds)
+        busy, processor = seconds(exchange, rounds, under_way=8)
+        alone_per_byte, seconds_per_byte = (max(1e-12, t - latency) / LARGE_BYTES for t in (alone, min(alone, busy)))
+        costs[kind] = Cost(latency, alone_per_byte, seconds_per_byte, min(1.0, shared * processor / busy))
     return costs
 
 
@@ -535,15 +534,61 @@ def predict(
     )
 
 
+class TrainingStep(nn.Module):
+    """A LightningModule on one batch."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        """Keep both."""
+        super().__init__()
+        self.model = model
+        self.first_batch = batch
+
+    def forward(self) -> torch.Tensor:
+        """Return the loss."""
+        output: Any = self.model.training_step(self.first_batch, 0)  # type: ignore[operator]
+        loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
+        return loss
+
+
 def with_model(args: argparse.Namespace, use: Callable[[Workload], dict[str, Any]]) -> dict[str, Any]:
-    """Run a function on the user's own module, inside a Trainer's first training batch."""
-    raise NotImplementedError
+    """Run a function on the user's own module, inside a Trainer's first training batch.
+
+    Raises:
+        SystemExit: the module optimizes by hand, or has no training batch.
+    """
+    import lightning.pytorch as pl  # takes a second, and is needed here only
+
+    reports = []
+
+    class InFirstBatch(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, _: int) -> None:
+            if not module.automatic_optimization:
+                raise SystemExit("--advise measures automatic optimization only: give --params instead of --model")
+            reports.append(use(Workload(TrainingStep(module, batch), trainer.optimizers[0])))
+
+    model = import_object(args.model)()
+    data = None if args.data is None else import_object(args.data)()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=1, limit_val_batches=0, num_sanity_val_steps=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[InFirstBatch()],
+    )  # fmt: skip
+    trainer.fit(model, datamodule=data)
+    if not reports:
+        raise SystemExit(f"{args.data or args.model} gave no training batch")
+    return reports[0]
 
 
 def import_object(path: str) -> Any:
-    """Return what a dotted path names, as "my_package.MyModel"."""
+    """Return what a dotted path names, as "my_package.MyModel".
+
+    Raises:
+        ValueError: there is no such thing.
+    """
     module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"cannot import {path!r}: {error}") from error
 
 
 # -- starting ranks ----------------------------------------------------------------------------------------------------
@@ -750,7 +795,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=12.6e6, help="parameters of the model")
     parser.add_argument("--batch", type=int, default=64, help="rows per rank and step: sets the compute time")
     parser.add_argument("--algorithms", nargs="+", metavar="NAME[:OPTION=VALUE,...]",
-                        help=f"out of {', '.join((*BASELINES, *ALGORITHMS))}; with options of the algorithm as in "
+                        help=f"out of {', '.join((*BASELINES, *ALGORITHMS))}, or a class of yours as "
+                        "my_package.MyAlgorithm; with options of the algorithm as in "
                         "diloco:period=20,compression=int8, where a period rounds --warmup and --steps up to whole "
                         "periods")  # fmt: skip
     parser.add_argument("--advise", action="store_true", help="predict the time per update of every algorithm from the "
@@ -780,11 +826,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--model, --data and --verify belong to --advise")
     if args.data and not args.model:
         parser.error("--data needs --model")
-    for entry in args.algorithms:
-        try:
+    try:
+        for entry in args.algorithms:
             make_entry(entry)
-        except (TypeError, ValueError) as error:
-            parser.error(str(error))
+        for path in filter(None, (args.model, args.data)):
+            import_object(path)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
     for name in ("nproc", "batch", "steps", "rounds"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
