@@ -181,6 +181,14 @@ def _docstrings_below(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
             yield from _docstrings_below(child, f"{name}.{child.name}")
 
 
+def commands_of_examples() -> Iterator[Block]:
+    """Yield the commands that the examples' docstrings show, each file's as a block."""
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if commands := re.findall(r"^ {4}((?:python|torchrun) .*)$", text, re.M):
+            yield Block(path.name, 1, "console", "\n".join(commands))
+
+
 DOCSTRINGS = dict(docstrings())
 BLOCKS = [
     *blocks_of(README, "README.md"),
@@ -189,7 +197,10 @@ BLOCKS = [
 RUN = [block for block in BLOCKS if "not run" not in block.told]
 FILES = [block for block in RUN if "file" in block.told]
 PYTHON = [block for block in RUN if block.language in ("python", "diff") and block not in FILES]
-CONSOLE = [block for block in RUN if block.language in ("console", "bash", "sh")]
+CONSOLE = [
+    *(block for block in RUN if block.language in ("console", "bash", "sh")),
+    *commands_of_examples(),
+]
 YAML = [block for block in RUN if block.language == "yaml"]
 EXAMPLES = [
     example
