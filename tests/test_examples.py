@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+SHORT = 'DiLoCo(period=10, outer_momentum=0, compression="int4", overlap_steps=4)'
 INT8 = 'DiLoCo(period=50, compression="int8")'
 
 
@@ -84,8 +85,9 @@ def test_seconds_are_compared_on_a_slow_link(tmp_path):
         "| `distopt_bagua_bytegrad`",
         "| `LocalSGD(period=16)`",
         f"| `{INT8}`",
+        f"| `{SHORT}`",
     ]
-    assert [row[1] for row in rows] == ["20"] * 4
+    assert [row[1] for row in rows] == ["20"] * 5
     assert rows[0][-1] == "1.0 |"
     assert (tmp_path / "loss_against_seconds.png").stat().st_size > 10_000
 
