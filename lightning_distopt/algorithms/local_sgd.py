@@ -19,6 +19,8 @@ CODECS: dict[str, Codec | None] = {
     "int8": BlockInt8(block=256),
     "int4": BlockInt4(block=256),
 }
+# Elements that the outer optimizer works on at a time: 1 MB of each tensor.
+PIECE_NUMEL = 2**18
 
 
 class LocalSGD(WeightExchange):
@@ -191,15 +193,15 @@ class DiLoCo(WeightExchange):
             for k, part in enumerate(parts)
         ]
         self._outer_optimizer = torch.optim.SGD(
-            [{"params": [outer for fragment in self._fragments for outer in fragment.outer]}],
+            [{"params": [piece for fragment in self._fragments for piece in fragment.pieces]}],
             lr=self.outer_lr,
             momentum=self.outer_momentum,
             nesterov=self.nesterov and self.outer_momentum > 0,
         )
         for fragment in self._fragments:
-            for i, momentum in enumerate(fragment.momentum):
-                # SGD would allocate it in its first step. Here it can be seen by parameter, to be saved.
-                self._outer_optimizer.state[fragment.outer[i]]["momentum_buffer"] = momentum
+            # SGD would allocate it in its first step. Here it can be seen by parameter, to be saved.
+            for piece, momentum in zip(fragment.pieces, split(fragment.momentum), strict=False):
+                self._outer_optimizer.state[piece]["momentum_buffer"] = momentum
         self._load_outer_state(kept)
 
     def expected_bytes(self, numel: int, size: int) -> float:
@@ -225,7 +227,9 @@ class DiLoCo(WeightExchange):
         for fragment in self._fragments:
             if since % self.period == fragment.offset:
                 start = fragment.layout.pack_(fragment.layout.empty())
-                self._round = Round(fragment, start, self.step, self.group, CODECS[self.compression])
+                self._round = Round(
+                    fragment, start, self.step, self.group, CODECS[self.compression], keep_start=self.overlap_steps > 0
+                )
         self._advance()
 
     def flush(self) -> None:
@@ -250,15 +254,18 @@ class DiLoCo(WeightExchange):
 
     def _apply(self, ended: "Round") -> None:
         fragment = ended.fragment
-        for outer, gradient in zip(fragment.outer, ended.finish(), strict=True):
-            outer.grad = gradient.to(outer.device)
+        gradients = [change.to(outer.device) for change, outer in zip(ended.finish(), fragment.outer, strict=True)]
+        for piece, gradient in zip(fragment.pieces, split(gradients), strict=True):
+            piece.grad = gradient
         self._outer_optimizer.step()
         self._outer_optimizer.zero_grad()
         if self.step == ended.step:
             # A sum would leave the replicas a rounding apart.
             fragment.layout.unpack_(fragment.outer)
         else:
-            fragment.layout.add_([fragment.outer[i].to(x.device) - x for i, x in enumerate(ended.start)])
+            for outer, start in zip(fragment.outer, ended.start, strict=True):
+                torch.sub(outer.to(start.device), start, out=start)
+            fragment.layout.add_(ended.start)
         if fragment is self._fragments[-1]:
             average_buffers_(self.module, self.group)
 
@@ -315,6 +322,7 @@ class Fragment:
         outer: the outer weights, equal on all ranks; at first the parameters' values.
         momentum: of the outer optimizer; empty without.
         error: what this rank's codes have lost and not yet made up for; empty without compression.
+        pieces: the outer weights as the outer optimizer sees them: views that stay in a CPU's cache.
     """
 
     def __init__(
@@ -340,6 +348,7 @@ class Fragment:
         self.outer = layout.pack_(zeros())
         self.momentum = zeros() if has_momentum else []
         self.error = zeros() if has_error else []
+        self.pieces = split(self.outer)
 
     def named_views(self) -> list[tuple[str, dict[str, Tensor]]]:
         """Return for each parameter its name, and its pieces of the outer state by kind."""
@@ -356,12 +365,18 @@ class Round:
 
     Attributes:
         fragment: whose weights.
-        start: flat weights of this rank when the round started.
+        start: flat weights of this rank when the round started; without ``keep_start`` overwritten, which saves a copy.
         step: the update after which it started.
     """
 
     def __init__(
-        self, fragment: Fragment, start: Sequence[Tensor], step: int, group: Group, codec: Codec | None
+        self,
+        fragment: Fragment,
+        start: Sequence[Tensor],
+        step: int,
+        group: Group,
+        codec: Codec | None,
+        keep_start: bool = True,
     ) -> None:
         self.fragment = fragment
         self.start = start
@@ -371,7 +386,7 @@ class Round:
         self._error = [error.to(start[i].device, copy=True) for i, error in enumerate(fragment.error)]
         self._means: list[Mean | CompressedMean] = []
         for i, now in enumerate(start):
-            change = fragment.outer[i].to(now.device) - now
+            change = torch.sub(fragment.outer[i].to(now.device), now, out=None if keep_start else now)
             if codec is None:
                 self._means.append(Mean(change, group))
             else:
@@ -394,9 +409,16 @@ class Round:
     def finish(self) -> list[Tensor]:
         """Stage 3: return the mean changes, one per buffer of the layout."""
         changes = [mean.finish() for mean in self._means]
-        for error, new in zip(self.fragment.error, self._error, strict=True):
-            error.copy_(new)
+        self.fragment.error = [
+            new if new.device == error.device else error.copy_(new)
+            for error, new in zip(self.fragment.error, self._error, strict=True)
+        ]
         return changes
+
+
+def split(buffers: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of ``PIECE_NUMEL`` elements that together cover the buffers."""
+    return [piece for buffer in buffers for piece in buffer.split(PIECE_NUMEL)]
 
 
 def deal_by_size(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
