@@ -87,8 +87,8 @@ class Cost:
             sends.
         seconds_per_byte: beta where the next exchange is always under way. Smaller on some links, where one exchange
             alone leaves them idle at times.
-        slowdown: by what part the host's work is slowed while bytes travel, 0 to 1: the exchange takes processor time,
-            too.
+        slowdown: while the host works and bytes travel, both take longer by this part, 0 to 1: the exchange takes
+            processor time, too.
     """
 
     latency: float
@@ -210,8 +210,8 @@ def replay(trace: Trace, costs: Mapping[str, Cost]) -> list[float]:
     """Put a trace on a link.
 
     Exchanges share the link one after the other, in the order in which they start. An exchange takes at least as long
-    as it does alone; in that time others may use what it leaves of the link. While bytes travel, the host's work is
-    slowed as :class:`Cost` says.
+    as it does alone; in that time others may use what it leaves of the link. While the host works and bytes travel,
+    both are slowed as :class:`Cost` says.
 
     Args:
         trace: of one rank; the others do the same at the same time.
@@ -220,41 +220,39 @@ def replay(trace: Trace, costs: Mapping[str, Cost]) -> list[float]:
     Returns:
         For every update the second at which it ends.
     """
-    now = free = 0.0
-    arrivals: list[float] = []
+    now = 0.0
+    soonest: list[float] = []  # by exchange: when it would have arrived alone
+    sent: list[float] = []  # by exchange: when its bytes had travelled, and its latency passed
+    travelling: deque[tuple[Cost, float]] = deque()  # with the seconds that are left of it
     updates: list[float] = []
-    travelling: deque[tuple[float, float, float]] = deque()  # begin, end, slowdown, one after the other
+
+    def pass_time(seconds: float, working: bool) -> None:
+        nonlocal now
+        while travelling and seconds > 0:
+            cost, left = travelling.popleft()
+            passed = min(seconds, left)
+            now += passed * (1 + cost.slowdown * working)
+            seconds -= passed
+            if left > passed:
+                travelling.appendleft((cost, left - passed))
+            else:
+                sent.append(now + cost.latency)
+        now += max(0.0, seconds)
+
     for event in trace:
         if isinstance(event, Work):
-            now = _work(now, event.seconds, travelling)
+            pass_time(event.seconds, working=True)
         elif isinstance(event, Start):
             cost = costs[event.kind]
-            begin = max(now, free)
-            free = begin + event.num_bytes * cost.seconds_per_byte
-            travelling.append((begin, free, cost.slowdown))
-            arrivals.append(max(free + cost.latency, now + cost.seconds(event.num_bytes)))
+            soonest.append(now + cost.seconds(event.num_bytes))
+            travelling.append((cost, event.num_bytes * cost.seconds_per_byte))
         elif isinstance(event, Wait):
-            now = max(now, arrivals[event.start])
+            while event.start >= len(sent):
+                pass_time(max(travelling[0][1], 1e-12), working=False)
+            pass_time(max(sent[event.start], soonest[event.start]) - now, working=False)
         else:
             updates.append(now)
     return updates
-
-
-def _work(now: float, seconds: float, travelling: deque[tuple[float, float, float]]) -> float:
-    """Return when work that begins now ends."""
-    while travelling:
-        begin, end, slowdown = travelling[0]
-        if now >= end:
-            travelling.popleft()
-            continue
-        alone = max(0.0, begin - now)
-        speed = max(0.05, 1 - slowdown)
-        if seconds <= alone + (end - now - alone) * speed:
-            return now + min(seconds, alone) + max(0.0, seconds - alone) / speed
-        seconds -= alone + (end - now - alone) * speed
-        now = end
-        travelling.popleft()
-    return now + seconds
 
 
 def work_and_transfer(trace: Trace, costs: Mapping[str, Cost]) -> tuple[float, float, float]:

@@ -408,8 +408,10 @@ def measure_compute(workload: Workload, times: list[tuple[float, float]], rounds
     return Compute(*(statistics.median(column) for column in zip(*times, strict=True)))
 
 
-# Sent by a rank where bandwidth is measured: as much as a bucket of gradients holds, encoded.
+# Sent by a rank where bandwidth is measured: where exchanges follow each other, as much as an encoded bucket of
+# gradients holds; alone, more, since some links take longer for each byte of a large exchange.
 LARGE_BYTES = 2**20
+ALONE_BYTES = 2**22
 
 
 def exchanges(group: Group, num_bytes: int) -> dict[str, Callable[[], Pending]]:
@@ -453,17 +455,18 @@ def measure_link(args: argparse.Namespace, group: Group) -> dict[str, Cost]:
     num_local = local_world_size(group.size)
     spare = (os.cpu_count() or 1) / num_local - torch.get_num_threads()
     shared = min(1.0, max(0.0, 1 - spare))
-    small, large = exchanges(group, 8), exchanges(group, LARGE_BYTES)
+    small, large, largest = (exchanges(group, num_bytes) for num_bytes in (8, LARGE_BYTES, ALONE_BYTES))
     costs = {}
     for kind, exchange in large.items():
         show(args, f"link: {kind}")
         seconds(small[kind], 3)
         latency, _ = seconds(small[kind], 30)
-        once, _ = seconds(exchange, 1)
-        rounds = 11 if once < 0.05 else 3
-        alone, _ = seconds(exchange, rounds)
+        once, _ = seconds(largest[kind], 1)
+        rounds = 11 if once < 0.1 else 3
+        alone, _ = seconds(largest[kind], rounds)
         busy, processor = seconds(exchange, rounds, under_way=8)
-        alone_per_byte, seconds_per_byte = (max(1e-12, t - latency) / LARGE_BYTES for t in (alone, min(alone, busy)))
+        alone_per_byte = max(1e-12, (alone - latency) / ALONE_BYTES)
+        seconds_per_byte = min(alone_per_byte, busy / LARGE_BYTES)
         costs[kind] = Cost(latency, alone_per_byte, seconds_per_byte, min(1.0, shared * processor / busy))
     return costs
 

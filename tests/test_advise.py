@@ -27,7 +27,7 @@ from lightning_distopt.algorithms import ALGORITHMS, GradientAllReduce, make_alg
 
 # 1 s of latency, 2 s per byte.
 SLOW = {"all-reduce": Cost(1.0, 2.0, 2.0, 0.0)}
-# Takes half of the host's speed.
+# Takes half of its time from a processor.
 BUSY = {"all-reduce": Cost(0.0, 2.0, 2.0, 0.5)}
 # Alone an exchange uses half of the link.
 IDLE = {"all-reduce": Cost(0.0, 2.0, 1.0, 0.0)}
@@ -48,10 +48,10 @@ REDUCE = Start("all-reduce", 5)
         ([REDUCE, REDUCE, Wait(0), Wait(1), Update()], SLOW, [21]),
         # awaited an update later: 0 to 11, 3 of work before and after
         ([REDUCE, Work(3), Update(), Wait(0), Work(3), Update()], SLOW, [3, 14]),
-        # 5 of work in the first 10, then 3 undisturbed
-        ([REDUCE, Work(8), Update()], BUSY, [13]),
-        # 2 undisturbed, 4 of work in 8, then it waits
-        ([Work(2), REDUCE, Work(4), Wait(0), Update()], BUSY, [12]),
+        # 10 of work in 15, then 2 undisturbed
+        ([REDUCE, Work(12), Update()], BUSY, [17]),
+        # 2 undisturbed, 4 of work in 6, then the other 6 of the exchange
+        ([Work(2), REDUCE, Work(4), Wait(0), Update()], BUSY, [14]),
         # alone 10; two at a time leave the link no pause: 10 for both, not 20
         ([REDUCE, Wait(0), REDUCE, Wait(1), Update()], IDLE, [20]),
         ([REDUCE, REDUCE, Wait(0), Wait(1), Update()], IDLE, [10]),
