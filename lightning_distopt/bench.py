@@ -337,29 +337,27 @@ def advise(args: argparse.Namespace, group: Group, workload: Workload) -> dict[s
         # What gets no gradient is not trained; DDP would wait for it.
         parameter.requires_grad_(parameter.requires_grad and parameter.grad is not None)
     costs = measure_link(args, group)
-    predictions = []
+    predictions, rows = [], []
     for entry in args.algorithms:
-        show(args, f"predicting {entry}")
-        compute = measure_compute(workload, times)
-        predictions.append(predict(entry, replace(workload), compute, costs, group.size, alone))
-        gc.collect()  # an old DDP's hooks go with it
-        group.barrier()
+        tries, measured_ms = [], []
+        for _ in range(args.rounds if args.verify else 1):
+            show(args, f"predicting {entry}")
+            if args.verify:
+                times.clear()  # a machine's speed changes in a minute: each measurement beside a prediction of its own
+            compute = measure_compute(workload, times)
+            predicted = predict(entry, replace(workload), compute, costs, group.size, alone)
+            gc.collect()  # an old DDP's hooks go with it
+            tries.append(max(group.gather_objects(predicted), key=lambda prediction: prediction.step_ms))
+            if args.verify:
+                measured_ms.append(verify(entry, args, group, workload, compute))
+        predictions.append(sorted(tries, key=lambda prediction: prediction.step_ms)[len(tries) // 2])
+        chosen = predictions[-1]
+        rows.append({"name": entry, "predicted_ms": chosen.step_ms, "sent_mb": chosen.sent_mb})
+        if args.verify:
+            errors = [one.step_ms / ms - 1 for one, ms in zip(tries, measured_ms, strict=True)]
+            rows[-1] |= {"measured_ms": statistics.median(measured_ms), "error": statistics.median(errors)}
     show(args, "")
-    rows = []
-    for ranks in zip(*group.gather_objects(predictions), strict=True):
-        slowest = max(ranks, key=lambda prediction: prediction.step_ms)
-        rows.append({"name": slowest.name, "predicted_ms": slowest.step_ms, "sent_mb": slowest.sent_mb})
-        predictions[len(rows) - 1] = slowest
     add_ratios(rows, "predicted_ms")
-    if args.verify:
-        uneven = max(args.steps, math.ceil(2 / compute.seconds))
-        for row, entry in zip(rows, args.algorithms, strict=True):
-            algorithm = make_entry(entry)
-            steps = uneven if algorithm is not None and algorithm.uneven_updates else args.steps
-            one = argparse.Namespace(**{**vars(args), "algorithms": [entry], "steps": steps})
-            (measured,) = measure_rounds(one, group, None if args.model is None else workload)
-            row["measured_ms"] = measured["step_ms"]
-            row["error"] = row["predicted_ms"] / row["measured_ms"] - 1
     reduce = costs["all-reduce"]
     return {
         "ranks": group.size,
@@ -372,6 +370,17 @@ def advise(args: argparse.Namespace, group: Group, workload: Workload) -> dict[s
         "rows": rows,
         "recommendation": recommend([p for p in predictions if p.name not in BASELINES]),
     }
+
+
+def verify(entry: str, args: argparse.Namespace, group: Group, workload: Workload, compute: "Compute") -> float:
+    """Return the milliseconds per update of one algorithm, measured over whole periods, or over 2 s of rounds."""
+    algorithm = make_entry(entry)
+    steps = args.steps
+    if algorithm is not None and algorithm.uneven_updates:
+        steps = max(steps, *group.gather_objects(math.ceil(2 / compute.seconds)))
+    one = argparse.Namespace(**{**vars(args), "algorithms": [entry], "steps": steps, "rounds": 1})
+    (measured,) = measure_rounds(one, group, None if args.model is None else workload)
+    return float(measured["step_ms"])
 
 
 @dataclass
