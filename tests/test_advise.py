@@ -201,6 +201,7 @@ def bench_command(*arguments, torchrun=False):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_advice_for_a_module_of_the_users(tmp_path):
     """What the module leaves without gradient is not counted, and its own optimizer is used."""
     (tmp_path / "mine.py").write_text(MODEL)
@@ -216,6 +217,7 @@ def test_advice_for_a_module_of_the_users(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_advice_refuses_what_it_cannot_measure(tmp_path):
     (tmp_path / "mine.py").write_text(MODEL)
     command = bench_command("--model", "mine.ByHand", "--data", "mine.Data")
@@ -225,6 +227,7 @@ def test_advice_refuses_what_it_cannot_measure(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_advice_under_torchrun(tmp_path):
     """The ranks are those that torchrun has started; only the first one prints."""
     command = bench_command("--params", "1e6", "--algorithms", "ddp", "bytegrad", torchrun=True)

@@ -47,6 +47,7 @@ def test_periods_are_measured_whole():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_the_interface_sees_what_is_counted(tmp_path, capsys):
     """Also where an exchange is under way when the time is taken, and where a period is longer than asked for."""
     table = tmp_path / "table.json"
