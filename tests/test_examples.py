@@ -38,6 +38,7 @@ def result(strategy="distopt_ddp", losses=(3.0, 2.0), seconds=(5.0, 10.0), sent=
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_demo_compares_strategies(tmp_path):
     """The demo trains with each strategy, and leaves a table, the numbers and a picture."""
     run_example(
@@ -53,6 +54,7 @@ def test_the_demo_compares_strategies(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_tokens_are_compared_and_kept(tmp_path):
     """Each strategy trains once; a second call reads what the first has left."""
     options = ["tokens", "--steps", 20, "--seeds", 0, "--ranks", 2, "--runs", tmp_path]
