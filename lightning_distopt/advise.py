@@ -37,6 +37,9 @@ __all__ = [
 # Another algorithm must be faster by this factor to be worth what it changes.
 WORTH = 1.1
 
+# What an encoded bucket of gradients holds.
+LARGE_BYTES = 2**20
+
 
 @dataclass(frozen=True)
 class Work:
@@ -84,21 +87,26 @@ class Cost:
     Attributes:
         latency: alpha, seconds of a very small exchange.
         alone_per_byte: beta of an exchange with no other one beside it: seconds for every further byte that a rank
-            sends.
+            sends, up to ``LARGE_BYTES``.
         seconds_per_byte: beta where the next exchange is always under way. Smaller on some links, where one exchange
             alone leaves them idle at times.
         slowdown: while the host works and bytes travel, both take longer by this part, 0 to 1: the exchange takes
             processor time, too.
+        alone_beyond: as ``alone_per_byte``, for the bytes beyond ``LARGE_BYTES``; by default the same. Larger on links
+            whose queues a large exchange overflows.
     """
 
     latency: float
     alone_per_byte: float
     seconds_per_byte: float
     slowdown: float
+    alone_beyond: float | None = None
 
     def seconds(self, num_bytes: float) -> float:
         """Return what an exchange takes alone."""
-        return self.latency + num_bytes * self.alone_per_byte
+        beyond = self.alone_per_byte if self.alone_beyond is None else self.alone_beyond
+        within = min(num_bytes, LARGE_BYTES)
+        return self.latency + within * self.alone_per_byte + (num_bytes - within) * beyond
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distopt.advise import (
+    LARGE_BYTES,
     Cost,
     DryGroup,
     Prediction,
@@ -417,10 +418,8 @@ def measure_compute(workload: Workload, times: list[tuple[float, float]], rounds
     return Compute(*(statistics.median(column) for column in zip(*times, strict=True)))
 
 
-# Sent by a rank where bandwidth is measured: where exchanges follow each other, as much as an encoded bucket of
-# gradients holds; alone, more, since some links take longer for each byte of a large exchange.
-LARGE_BYTES = 2**20
-ALONE_BYTES = 2**22
+# Sent by a rank where the bandwidth of one exchange alone is measured, besides ``LARGE_BYTES``.
+LARGEST_BYTES = 2**23
 
 
 def exchanges(group: Group, num_bytes: int) -> dict[str, Callable[[], Pending]]:
@@ -464,19 +463,25 @@ def measure_link(args: argparse.Namespace, group: Group) -> dict[str, Cost]:
     num_local = local_world_size(group.size)
     spare = (os.cpu_count() or 1) / num_local - torch.get_num_threads()
     shared = min(1.0, max(0.0, 1 - spare))
-    small, large, largest = (exchanges(group, num_bytes) for num_bytes in (8, LARGE_BYTES, ALONE_BYTES))
+    small, large, largest = (exchanges(group, num_bytes) for num_bytes in (8, LARGE_BYTES, LARGEST_BYTES))
     costs = {}
     for kind, exchange in large.items():
         show(args, f"link: {kind}")
         seconds(small[kind], 3)
         latency, _ = seconds(small[kind], 30)
-        once, _ = seconds(largest[kind], 1)
-        rounds = 11 if once < 0.1 else 3
-        alone, _ = seconds(largest[kind], rounds)
+        once, _ = seconds(exchange, 1)
+        rounds = 11 if once < 0.02 else 3
+        alone, _ = seconds(exchange, rounds)
+        longest, _ = seconds(largest[kind], rounds)
         busy, processor = seconds(exchange, rounds, under_way=8)
-        alone_per_byte = max(1e-12, (alone - latency) / ALONE_BYTES)
-        seconds_per_byte = min(alone_per_byte, busy / LARGE_BYTES)
-        costs[kind] = Cost(latency, alone_per_byte, seconds_per_byte, min(1.0, shared * processor / busy))
+        alone_per_byte = max(1e-12, (alone - latency) / LARGE_BYTES)
+        costs[kind] = Cost(
+            latency,
+            alone_per_byte,
+            seconds_per_byte=min(alone_per_byte, busy / LARGE_BYTES),
+            slowdown=min(1.0, shared * processor / busy),
+            alone_beyond=max(1e-12, (longest - alone) / (LARGEST_BYTES - LARGE_BYTES)),
+        )
     return costs
 
 
