@@ -27,7 +27,7 @@ from lightning_distopt import DistOptStrategy
 from lightning_distopt.algorithms import ALGORITHMS, QAdamOptimizer, make_algorithm
 
 PATIENCE = 30  # seconds within which both ranks have ended
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=10)
 BATCH = 4
 OPTIONS = {"local_sgd": {"period": 2}, "diloco": {"period": 2}, "async": {"sync_interval_ms": 0}}
 QADAM = {"make_optimizer": lambda parameters: QAdamOptimizer(parameters, warmup_steps=2)}
@@ -292,7 +292,7 @@ def test_port_in_use(name, tmp_path, table):
     assert seconds < PATIENCE
     assert [outcome.exitcode for outcome in outcomes] == [1, 1]
     assert re.search(rf"rank 0 of 2 cannot listen at .*{port}: the port is in use", outcomes[0].traceback)
-    assert re.search(rf"rank 1 of 2 waited 20 s at .*{port}", outcomes[1].traceback)
+    assert re.search(rf"rank 1 of 2 waited 10 s at .*{port}", outcomes[1].traceback)
 
 
 def wait_for(path, loss):
