@@ -8,10 +8,12 @@ import argparse
 import contextlib
 import gc
 import importlib
+import inspect
 import json
 import math
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -98,16 +100,17 @@ class Workload:
 
 
 class SquareLayers(nn.Module):
-    """Square layers on one batch, with about ``num_params`` parameters (12.6 M: twelve of 1024 x 1024)."""
+    """Square layers on one batch, with about ``num_params`` parameters (12.6 M: twelve of 1024 x 1024; few: one)."""
 
     def __init__(self, num_params: float, batch: int, rank: int) -> None:
         """Give every rank the same weights, and a batch and a factor of the loss of its own."""
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(max(1, round(num_params / WIDTH**2)))))
+        width = min(WIDTH, max(1, round(num_params**0.5)))
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(max(1, round(num_params / WIDTH**2)))))
         for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator) / WIDTH**0.5
-        self.batch = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(rank))
+            parameter.data = torch.randn(parameter.shape, generator=generator) / width**0.5
+        self.batch = torch.randn(batch, width, generator=torch.Generator().manual_seed(rank))
         self.factor = 1 + rank
 
     def forward(self) -> torch.Tensor:
@@ -142,13 +145,15 @@ def make_entry(entry: str) -> Algorithm | None:
         key, equals, value = option.partition("=")
         if not equals:
             raise ValueError(f"{option!r} in {entry!r} must read option=value")
+        if key in options:
+            raise ValueError(f"{entry!r} sets {key} twice: leave one out")
         options[key] = parse_value(value)
     if name in BASELINES:
         if options:
             raise ValueError(f"{name} has no options, got {rest!r}")
         return None
     if "." in name:
-        made: Algorithm = import_object(name)(**options)
+        made: Algorithm = import_class(name, Algorithm)(**options)
         return made
     if name not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {name!r}; valid are: {', '.join((*BASELINES, *ALGORITHMS))}")
@@ -334,9 +339,7 @@ def advise(args: argparse.Namespace, group: Group, workload: Workload) -> dict[s
     times: list[tuple[float, float]] = []
     show(args, "compute")
     measure_compute(workload, times)
-    for parameter in workload.module.parameters():
-        # What gets no gradient is not trained; DDP would wait for it.
-        parameter.requires_grad_(parameter.requires_grad and parameter.grad is not None)
+    freeze_unused(workload.module)
     costs = measure_link(args, group)
     predictions, rows = [], []
     for entry in args.algorithms:
@@ -371,6 +374,18 @@ def advise(args: argparse.Namespace, group: Group, workload: Workload) -> dict[s
         "rows": rows,
         "recommendation": recommend([p for p in predictions if p.name not in BASELINES]),
     }
+
+
+def freeze_unused(module: nn.Module) -> None:
+    """Freeze what got no gradient: it is not trained, and DDP would wait for it.
+
+    Raises:
+        SystemExit: nothing is left.
+    """
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter.requires_grad and parameter.grad is not None)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise SystemExit("no parameter of the model got a gradient, so there is nothing to exchange: check its loss")
 
 
 def verify(entry: str, args: argparse.Namespace, group: Group, workload: Workload, compute: "Compute") -> float:
@@ -558,12 +573,18 @@ class TrainingStep(nn.Module):
         """Keep both."""
         super().__init__()
         self.model = model
-        self.first_batch = batch
+        # Lightning lets training_step leave out the index of the batch.
+        self.arguments = (batch, 0)[: len(inspect.signature(model.training_step).parameters)]  # type: ignore[arg-type]
 
     def forward(self) -> torch.Tensor:
         """Return the loss."""
-        output: Any = self.model.training_step(self.first_batch, 0)  # type: ignore[operator]
-        loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
+        output: Any = self.model.training_step(*self.arguments)  # type: ignore[operator]
+        loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            raise SystemExit(
+                f"training_step of {type(self.model).__name__} must return a loss with a gradient, got {loss!r}: "
+                "check that it returns one for the first batch, and that some parameter needs a gradient"
+            )
         return loss
 
 
@@ -608,6 +629,40 @@ def import_object(path: str) -> Any:
         raise ValueError(f"cannot import {path!r}: {error}") from error
 
 
+def import_class(path: str, base: type) -> type:
+    """Return the class that a dotted path names.
+
+    Raises:
+        ValueError: there is no such thing.
+        TypeError: it is not a subclass of ``base``.
+    """
+    cls = import_object(path)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise TypeError(f"{path} must be a class derived from {base.__module__}.{base.__qualname__}, got {cls!r}")
+    return cls
+
+
+def check_made_without_arguments(path: str, base_name: str) -> None:
+    """Check that ``--model`` or ``--data`` names a class of Lightning's that needs no arguments.
+
+    Args:
+        path: of the class.
+        base_name: what it must derive from, in ``lightning.pytorch``.
+
+    Raises:
+        ValueError: there is no such thing.
+        TypeError: it is something else, or it needs arguments.
+    """
+    import lightning.pytorch as pl  # takes a second, and is needed here only
+
+    cls = import_class(path, getattr(pl, base_name))
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        remedy = "name a subclass that gives them"
+        raise TypeError(f"{path} is made without arguments, and needs some ({error}): {remedy}") from error
+
+
 # -- starting ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -623,14 +678,16 @@ def shaped_network(nproc: int, rate: str) -> Iterator[list[list[str]]]:
         For every rank the command that runs a program inside its namespace.
 
     Raises:
-        SystemExit: not root, or ``ip`` and ``tc`` (iproute2) are missing.
+        SystemExit: not root, or ``ip`` and ``tc`` (iproute2) are missing, or they refuse.
     """
     if os.geteuid() != 0 or not shutil.which("tc") or not shutil.which("ip"):
         raise SystemExit("--rate needs root and the programs ip and tc (Debian: apt install iproute2)")
     tag = f"lb{os.getpid() % 100000}"
 
     def run(command: str) -> None:
-        subprocess.run(command.split(), check=True)
+        ended = subprocess.run(command.split(), check=False, capture_output=True, text=True)
+        if ended.returncode:
+            raise SystemExit(f"--rate {rate}: {command!r} failed: {ended.stderr.strip()}")
 
     names = [f"{tag}n{rank}" for rank in range(nproc)]
     try:
@@ -658,12 +715,43 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the program as Ctrl-C does: what was started is ended, and the network put back."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def wait_for_all(processes: Sequence[subprocess.Popen[bytes]], grace: float = 5) -> list[int | None]:
+    """Wait until all ranks have ended, or ``grace`` seconds longer than the first one that failed.
+
+    Returns:
+        Their exit codes; None for those that still run.
+    """
+    deadline = math.inf
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes or time.monotonic() > deadline:
+            return codes
+        if any(codes) and deadline == math.inf:
+            deadline = time.monotonic() + grace
+        time.sleep(0.05)
+
+
 def run_workers(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Start one process per rank, here or on a shaped network, and return what they measured."""
     here: contextlib.AbstractContextManager[list[list[str]]] = contextlib.nullcontext([[]] * args.nproc)
     network = shaped_network(args.nproc, args.rate) if args.rate else here
     address, interface = ("10.123.0.1", "eth0") if args.rate else ("127.0.0.1", "lo")
-    with network as prefixes, tempfile.TemporaryDirectory() as directory:
+    with ended_by_signals(), network as prefixes, tempfile.TemporaryDirectory() as directory:
         results = Path(directory, "results.json")
         port = str(free_port())
         processes = [
@@ -675,10 +763,11 @@ def run_workers(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]
             for rank, prefix in enumerate(prefixes)
         ]  # fmt: skip
         try:
-            codes = [process.wait() for process in processes]
+            codes = wait_for_all(processes)
         finally:
             for process in processes:
                 process.kill()
+                process.wait()
         if any(codes):
             raise SystemExit(f"benchmark ranks ended with exit codes {codes}")
         report: dict[str, Any] = json.loads(results.read_text())
@@ -846,14 +935,31 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     try:
         for entry in args.algorithms:
             make_entry(entry)
-        for path in filter(None, (args.model, args.data)):
-            import_object(path)
+        for path, base_name in ((args.model, "LightningModule"), (args.data, "LightningDataModule")):
+            if path:
+                check_made_without_arguments(path, base_name)
+        check_values(args)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    for name in ("nproc", "batch", "steps", "rounds"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     return args
+
+
+def check_values(args: argparse.Namespace) -> None:
+    """Refuse numbers that cannot be meant, and a file that could not be written after minutes of measuring.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    for name, least in (("nproc", 1), ("batch", 1), ("steps", 1), ("rounds", 1), ("warmup", 0)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    for name in ("params", "timeout"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise ValueError(f"--{name} must be a number above 0, got {getattr(args, name)}")
+    if args.advise and int(os.environ.get("WORLD_SIZE", args.nproc)) < 2:
+        raise ValueError("--advise measures the link between ranks, and there is one rank only: use at least two")
+    if args.json and not args.json.parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no folder {str(args.json.parent)!r}; make it first")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -868,6 +974,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             Path(args.results).write_text(json.dumps(report))
     elif "WORLD_SIZE" in os.environ:
         args.rank, args.nproc = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if args.advise and args.nproc < 2:
+            raise SystemExit("--advise needs a link, so at least two ranks, and WORLD_SIZE is 1")
         args.interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
         report = work(args)
         if args.rank == 0:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from worlds import run_ranks
@@ -244,12 +245,64 @@ def test_advice_under_torchrun(tmp_path):
         (["--advise", "--algorithms", "ddp_fp16"], "ddp_fp16 can be measured only"),
         (["--advise", "--algorithms", "no_such_module.Mine"], "cannot import 'no_such_module.Mine'"),
         (["--advise", "--model", "lightning_distopt.Nothing"], "cannot import 'lightning_distopt.Nothing'"),
+        (["--advise", "--model", "torch.nn.ReLU"], "torch.nn.ReLU must be a class derived from lightning.pytorch"),
+        (["--advise", "--model", "test_advise.NeedsWidth"], "NeedsWidth is made without arguments, and needs some"),
+        (["--advise", "--model", "test_advise.Plain", "--data", "test_advise.Plain"], "core.datamodule.Lightning"),
+        (["--advise", "--nproc", "1"], "--advise measures the link between ranks, and there is one rank only"),
+        (["--advise", "--json", "no/such/folder/advice.json"], "there is no folder 'no/such/folder'; make it first"),
     ],
 )
 def test_wrong_arguments_end_with_a_sentence(arguments, message, capsys):
     with pytest.raises(SystemExit):
         bench.parse_arguments(arguments)
     assert message in capsys.readouterr().err
+
+
+class Plain(pl.LightningModule):
+    """Its training_step has no index of the batch, which Lightning allows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch).sum()
+
+
+class NeedsWidth(Plain):
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+
+
+class Skips(Plain):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Detached(Plain):
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch).detach()}
+
+
+def test_a_training_step_without_index_is_measured():
+    assert bench.TrainingStep(Plain(), torch.ones(2, 3))().requires_grad
+
+
+@pytest.mark.parametrize("cls", [Skips, Detached])
+def test_a_training_step_without_loss_ends_with_a_sentence(cls):
+    with pytest.raises(SystemExit, match=f"training_step of {cls.__name__} must return a loss with a gradient"):
+        bench.TrainingStep(cls(), torch.ones(2, 3))()
+
+
+def test_what_gets_no_gradient_is_frozen():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Linear(3, 1))
+    module[0](torch.ones(3)).sum().backward()
+    bench.freeze_unused(module)
+    assert [p.requires_grad for p in module.parameters()] == [True, True, False, False]
+    module[0].zero_grad()
+    with pytest.raises(SystemExit, match="no parameter of the model got a gradient"):
+        bench.freeze_unused(module)
 
 
 def test_an_algorithm_of_the_users_by_its_path():

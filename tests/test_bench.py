@@ -1,6 +1,11 @@
 """The benchmark's command line, and what it counts."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -32,12 +37,83 @@ def test_an_entry_may_hold_options():
         ("diloco:period", "'period' in 'diloco:period' must read option=value"),
         ("local_sgd:period=0", "period must be at least 1, got 0"),
         ("ddp:period=3", "ddp has no options"),
+        ("diloco:period=3,period=4", "'diloco:period=3,period=4' sets period twice"),
+        ("torch.nn.ReLU", "torch.nn.ReLU must be a class derived from lightning_distopt.algorithms.base.Algorithm"),
+        ("os.getcwd", "os.getcwd must be a class derived from"),
     ],
 )
 def test_a_wrong_entry_ends_with_a_sentence(entry, message, capsys):
     with pytest.raises(SystemExit):
         bench.parse_arguments(["--algorithms", entry])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--params", "0"], "--params must be a number above 0, got 0.0"),
+        (["--params", "nan"], "--params must be a number above 0, got nan"),
+        (["--timeout", "-1"], "--timeout must be a number above 0, got -1.0"),
+        (["--warmup", "-3"], "--warmup must be at least 0, got -3"),
+        (["--nproc", "0"], "--nproc must be at least 1, got 0"),
+        (["--json", "no/such/folder/table.json"], "there is no folder 'no/such/folder'; make it first"),
+    ],
+)
+def test_a_wrong_number_or_file_ends_with_a_sentence(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_params", [1, 500, 2e5, 1e6, 12.6e6])
+def test_a_model_has_about_as_many_parameters_as_asked_for(num_params):
+    numel = sum(p.numel() for p in bench.SquareLayers(num_params, 1, 0).parameters())
+    assert numel == pytest.approx(num_params, rel=0.06, abs=1)
+
+
+def test_ranks_are_not_waited_for_where_one_has_failed():
+    codes = ("import sys; sys.exit(3)", "import time; time.sleep(60)")
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+    try:
+        assert bench.wait_for_all(processes, grace=0.2) == [3, None]
+    finally:
+        processes[1].kill()
+        processes[1].wait()
+
+
+STOPPED = """
+import subprocess, sys
+from lightning_distopt import bench
+
+with bench.ended_by_signals():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        print("started", flush=True)
+        child.wait()
+    finally:
+        child.kill()
+        print("ended", child.wait(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_benchmark_ends_what_it_started(number):
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "started\n"
+        parent.send_signal(number)
+        assert parent.communicate(timeout=30)[0] == "ended -9\n"
+    assert parent.returncode != 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2")
+def test_a_wrong_rate_ends_with_a_sentence_and_leaves_no_network():
+    def networks():
+        return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+    mine = f"lb{os.getpid() % 100000}"
+    with pytest.raises(SystemExit, match="--rate nonsense: .* failed: .*rate"), bench.shaped_network(2, "nonsense"):
+        pass
+    assert mine not in networks()
 
 
 def test_periods_are_measured_whole():
