@@ -479,6 +479,29 @@ def test_parameters_may_be_unfrozen_and_frozen_in_mid_run(options):
         assert torch.equal(outer[name]["weight"], other_outer[name]["weight"])
 
 
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_replaced_parameter_starts_with_its_present_values(width):
+    """One that takes the place and the name of another, of its shape or another, has none of its outer state."""
+
+    def train(rank, process_group):
+        run = Run(DiLoCo(period=2), process_group)
+        for step in range(3):
+            run.update(step)
+        kept = run.algorithm.state_dict()["outer"]["first"]
+        old, run.model.head = run.model.head, nn.Parameter(torch.full((12, width), 5.0))
+        for param_group in run.optimizer.param_groups:
+            param_group["params"] = [run.model.head if p is old else p for p in param_group["params"]]
+        run.algorithm.before_step()
+        return kept, run.algorithm.state_dict()["outer"]
+
+    for kept, outer in run_ranks(train, 2):
+        assert kept["momentum"].any()
+        assert all(torch.equal(outer["first"][kind], kept[kind]) for kind in kept)
+        assert torch.equal(outer["head"]["weight"], torch.full((12, width), 5.0))
+        assert not outer["head"]["momentum"].any()
+        assert not outer["head"]["error"].any()
+
+
 def test_a_second_fit_starts_anew():
     """Setting an instance up again forgets the outer state of the fit before."""
 
@@ -697,6 +720,57 @@ def test_a_lost_rank_ends_the_others_in_their_next_exchange(overlap_steps):
 
     assert second == "left"
     assert "rank 0 lost rank 1" in first
+
+
+def test_what_is_saved_after_a_lost_rank_goes_on():
+    """A round that could not end leaves nothing in the state: neither this run's weights nor a later one's have it."""
+    saved = {}
+
+    def first_part(rank, process_group):
+        run = Run(DiLoCo(period=4), process_group)
+        for step in range(7):
+            run.update(step)
+        if rank == 0:
+            with pytest.raises(DistributedRuntimeException, match="rank 0 lost rank 1"):
+                run.update(7)
+            saved.update(weights=run.weights(), model=run.model, algorithm=run.algorithm.state_dict())
+            saved["outer"] = outer_state(run.algorithm, "weight")
+
+    def second_part(rank, process_group):
+        run = Run(DiLoCo(period=4), process_group, model=saved["model"])
+        run.algorithm.load_state_dict(saved["algorithm"])
+        run.algorithm.finish()
+        return run.weights(), outer_state(run.algorithm, "weight")
+
+    run_ranks(first_part, 2)
+    [(weights, outer)] = run_ranks(second_part, 1)
+
+    assert torch.equal(weights, saved["weights"])
+    assert torch.equal(outer, saved["outer"])
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 2])
+def test_a_round_that_was_applied_is_over(overlap_steps, monkeypatch):
+    """An error in averaging the buffers, which comes last, does not let a round be applied twice."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    def train(rank, process_group):
+        run = Run(DiLoCo(period=4, overlap_steps=overlap_steps), process_group)
+        for step in range(3 + overlap_steps):
+            run.update(step)
+        with monkeypatch.context() as patched:
+            patched.setattr("lightning_distopt.algorithms.local_sgd.average_buffers_", stop)
+            with pytest.raises(KeyboardInterrupt):
+                run.update(3 + overlap_steps)
+        before = run.weights()
+        run.algorithm.finish()
+        return before, run.weights()
+
+    [(before, after)] = run_ranks(train, 1)
+
+    assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,13 @@ class DiLoCo(WeightExchange):
         super().setup(module, optimizers, group)
 
     def restart(self) -> None:
-        kept, names = self._outer_state(), self.names
+        # By identity: a layer that has taken another one's place has its name.
+        kept = {
+            id(tensor): views
+            for fragment in self._fragments
+            for tensor, (_, views) in zip(fragment.layout.tensors, fragment.named_views(), strict=True)
+        }
+        names = self.names
         parts = deal_by_size([tensor.numel() for tensor in self.layout.tensors], self.num_fragments)
         self._fragments = [
             Fragment(
@@ -203,7 +209,9 @@ class DiLoCo(WeightExchange):
             # SGD would allocate it in its first step. Here it can be seen by parameter, to be saved.
             for piece, momentum in zip(fragment.pieces, split(fragment.momentum), strict=False):
                 self._outer_optimizer.state[piece]["momentum_buffer"] = momentum
-        self._load_outer_state(kept)
+        self._load_outer_state(
+            {name: kept.get(id(tensor), {}) for name, tensor in zip(names, self.layout.tensors, strict=True)}
+        )
 
     def expected_bytes(self, numel: int, size: int) -> float:
         codec = CODECS[self.compression]
@@ -246,12 +254,16 @@ class DiLoCo(WeightExchange):
         if current is None:
             return
         age = self.overlap_steps if to_the_end else self.step - current.step
+        ends = age >= self.overlap_steps
+        if ends:
+            # First, so that after an error nobody saves it, or applies it again: its buffers are being overwritten.
+            # What it would have brought is in the next one.
+            self._round = None
         current.scatter()
         if age >= (self.overlap_steps + 1) // 2:
             current.gather()
-        if age >= self.overlap_steps:
+        if ends:
             self._apply(current)
-            self._round = None
 
     def _apply(self, ended: "Round") -> None:
         fragment = ended.fragment
