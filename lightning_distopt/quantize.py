@@ -80,7 +80,8 @@ class Codec(ABC):
             out: 1-D, contiguous; changed in place.
             alpha: factor.
             beta: factor of what ``out`` holds; with 0, it need not hold anything. So the mean of many tensors needs no
-                second full-size tensor, and no pass of its own.
+                second full-size tensor, and no pass of its own. With others than 0 and 1 the last bit may depend on
+                the processor: for means that one rank makes and sends to the others.
         """
 
 

@@ -692,6 +692,20 @@ def test_pickled_and_copied_optimizers_go_on():
         assert torch.equal(update(twin, 4), expected)
 
 
+def test_looking_at_an_unused_parameters_state_does_no_harm():
+    """It leaves an empty state behind, which neither freezing nor loading takes for one with moments."""
+    used, unused = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    optimizer = QAdamOptimizer([used, unused], 0.01, warmup_steps=1)
+    assert optimizer.state[unused] == {}
+
+    for _ in range(3):
+        used.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    torch.testing.assert_close(used.detach(), torch.full((3,), 0.97))
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -223,7 +223,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
             _check_group(group)
-        for own in self.state.values():
+        for own in filter(None, self.state.values()):  # one that was only looked at is empty
             own["step"] = int(own["step"])
             # load_state_dict casts all tensors to the parameter's type.
             own.update({name: own[name].bool() for name in ("idle", "late") if name in own})
@@ -347,7 +347,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         """Bias-corrected mean over the elements that have a second moment; 0 if there are none."""
         total, count = 0.0, 0
         for state in states:
-            if "late" not in state:
+            if state and "late" not in state:
                 if id(state) not in self._sums:
                     second, updates = state["exp_avg_sq"], state.get("frozen_at", state["step"])
                     corrected = second.sum(dtype=torch.float64).item() / (1 - beta2**updates)
