@@ -67,6 +67,7 @@ class GPT(pl.LightningModule):
         context: int = 64,
         learning_rate: float = 3e-3,
         warmup_steps: int = 50,
+        final_rate: float = 0.1,
         optimizer: Literal["adamw", "qadam"] = "adamw",
     ) -> None:
         """Build the model.
@@ -77,7 +78,8 @@ class GPT(pl.LightningModule):
             heads: attention heads per layer.
             context: longest window in bytes; at least that of the data.
             learning_rate: AdamW's, after the warm-up.
-            warmup_steps: updates over which the rate rises from 0; a cosine takes it to a tenth at the end.
+            warmup_steps: updates over which the rate rises from 0; then it falls as a cosine.
+            final_rate: what is left of ``learning_rate`` at the end, as a fraction.
             optimizer: "qadam" for the strategy distopt_bagua_qadam, which brings its own.
 
         Raises:
@@ -135,12 +137,12 @@ class GPT(pl.LightningModule):
             )
         else:
             optimizer = torch.optim.AdamW(self.parameters(), self.hparams.learning_rate)
-        warmup_steps = self.hparams.warmup_steps
+        warmup_steps, final_rate = self.hparams.warmup_steps, self.hparams.final_rate
         num_steps = self.trainer.estimated_stepping_batches  # inf without an end: then the cosine stays 1
 
         def factor(step: int) -> float:
-            cosine = math.cos(math.pi * min(1.0, step / num_steps))
-            return min(1.0, (step + 1) / warmup_steps) * (0.55 + 0.45 * cosine)
+            fall = (1 - math.cos(math.pi * min(1.0, step / num_steps))) / 2
+            return min(1.0, (step + 1) / warmup_steps) * (1 - (1 - final_rate) * fall)
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
