@@ -337,8 +337,12 @@ class TorchOption(DistributedBaseOption):
         return optimizer
 
     def __repr__(self) -> str:
-        where = {"master_addr": self.master_addr, "master_port": self.master_port, **self.options}
-        return f"{type(self).__name__}({self.algorithm!r}, {', '.join(f'{k}={v!r}' for k, v in where.items())})"
+        return self._written(self.algorithm)
+
+    def _written(self, *first: object) -> str:
+        """Return a call that makes this option, given its first arguments."""
+        rest = {"master_addr": self.master_addr, "master_port": self.master_port, **self.options}
+        return f"{type(self).__name__}({', '.join([*map(repr, first), *(f'{k}={v!r}' for k, v in rest.items())])})"
 
 
 class DDPOption(TorchOption):
@@ -372,6 +376,9 @@ class DDPOption(TorchOption):
         if without_effect and self.comm_hook != "powersgd":
             raise ValueError(f"{', '.join(without_effect)} would have no effect without comm_hook='powersgd'")
         self.algorithm = self.new_algorithm().name
+
+    def __repr__(self) -> str:
+        return self._written(self.initialization_method, self.backend)
 
     def new_algorithm(self) -> Algorithm:
         if self.comm_hook is None:

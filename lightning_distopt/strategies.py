@@ -113,8 +113,8 @@ class DistOptStrategy(DDPStrategy):
             # dict(): from plain **options the Lightning CLI would infer arguments of this class, and always give them.
             option = BaguaDistributedOption(algorithm or "gradient_allreduce", **dict(options))
         elif algorithm is not None or options:
-            given = [*([] if algorithm is None else ["algorithm"]), *options]
-            raise ValueError(f"{', '.join(given)} beside an option object: give them to that object")
+            names = [*([] if algorithm is None else ["algorithm"]), *options]
+            raise ValueError(f"{', '.join(names)} beside an option object: give them to that object")
         if not isinstance(option, TorchOption):
             raise TypeError(
                 "a strategy takes an algorithm's name, an instance such as DiLoCo(period=50), a DDPOption or a "
@@ -129,6 +129,13 @@ class DistOptStrategy(DDPStrategy):
             raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
         if option.init_with_env_file():
             option.init_method()  # raises without a file
+        given = {
+            "process_group_backend": process_group_backend,
+            "timeout": timeout,
+            "start_method": start_method,
+            "check_replicas_every_n_steps": check_replicas_every_n_steps,
+        }
+        self._given = {name: value for name, value in given.items() if value}
         self.option = option
         self.algorithm = algorithm if isinstance(algorithm, Algorithm) else option.new_algorithm()
         self.check_replicas_every_n_steps = check_int("check_replicas_every_n_steps", check_replicas_every_n_steps, 0)
@@ -191,7 +198,8 @@ class DistOptStrategy(DDPStrategy):
         return [algorithm for _, algorithm in self._bound] or [self.algorithm]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.algorithm!r}, option={self.option!r})"
+        given = "".join(f", {name}={value!r}" for name, value in self._given.items())
+        return f"{type(self).__name__}({self.algorithm!r}, option={self.option!r}{given})"
 
     # -- start and end of a fit --------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The options: what they accept, plain loops against the Lightning driver, and how a failed meeting ends."""
 
 import copy
+import datetime
 import os
 import pickle
 import re
@@ -30,6 +31,7 @@ from lightning_distopt import (
     DistOptStrategy,
     DistributedBaseOption,
     QAdamOptimizer,
+    algorithms,
     get_default_distributed_option,
 )
 from lightning_distopt.algorithms import ALGORITHMS, ByteGrad
@@ -78,6 +80,36 @@ def test_documented_arguments(make, attributes):
         assert {name: getattr(twin, name) for name in attributes} == attributes
         assert twin.init_with_env_file() is (option.initialization_method == "file")
         assert repr(twin) == repr(option)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DDPOption("file", "gloo", sync_file="/tmp/x"),
+        lambda: DDPOption(init_method="file", sync_file="/tmp/x", timeout=timedelta(seconds=9)),
+        lambda: DDPOption("tcp", None, comm_hook="powersgd", matrix_approximation_rank=2, master_port=1234),
+        lambda: BaguaDistributedOption("diloco", period=7, backend="gloo", engine="torch", master_addr="node0"),
+        lambda: BaguaDistributedOption(ByteGrad(hierarchical=False), initialization_method="tcp"),
+    ],
+)
+def test_repr_is_the_call_that_makes_the_option(make):
+    option = make()
+    names = {"datetime": datetime, "DDPOption": DDPOption, "BaguaDistributedOption": BaguaDistributedOption}
+    twin = eval(repr(option), {**vars(algorithms), **names})
+    for name in ("initialization_method", "backend", "sync_file", "timeout", "master_addr", "master_port"):
+        assert getattr(twin, name) == getattr(option, name)
+    assert repr(twin.new_algorithm()) == repr(option.new_algorithm())
+
+
+def test_repr_of_a_strategy_shows_what_was_configured():
+    """And a pickled or copied one shows the same."""
+    strategy = DistOptStrategy("bytegrad", check_replicas_every_n_steps=5, timeout=timedelta(seconds=9),
+                               start_method="spawn", process_group_backend="gloo", hierarchical=False)  # fmt: skip
+    for shown in ("ByteGrad(hierarchical=False", "check_replicas_every_n_steps=5", "timeout=datetime.timedelta(seconds=9)",
+                  "start_method='spawn'", "process_group_backend='gloo'"):  # fmt: skip
+        assert shown in repr(strategy)
+    assert repr(pickle.loads(pickle.dumps(strategy))) == repr(copy.deepcopy(strategy)) == repr(strategy)
+    assert "timeout" not in repr(DistOptStrategy("bytegrad"))
 
 
 def test_settings_of_bagua_without_meaning_are_named_once():
