@@ -392,8 +392,8 @@ def _tcp_store(where: str, host: str, port: int, me: _Member) -> dist.Store:
     serve = me.rank == 0 and not agents
     try:
         store: dist.Store = _within(
-            # A little more, so that TCPStore can say what it saw, and its thread does not come back in the middle of the
-            # process's end, which aborts it.
+            # A little more, so that TCPStore can say what it saw, and its thread does not come back while the process
+            # ends, which aborts it.
             me.timeout.total_seconds() + 3,
             lambda: dist.TCPStore(host, port, me.world_size, serve, me.timeout, multi_tenant=serve),
         )
