@@ -82,9 +82,10 @@ def test_ranks_are_not_waited_for_where_one_has_failed():
 
 
 STOPPED = """
-import subprocess, sys
+import signal, subprocess, sys
 from lightning_distopt import bench
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
 with bench.ended_by_signals():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
