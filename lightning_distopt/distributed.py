@@ -394,7 +394,7 @@ def _tcp_store(where: str, host: str, port: int, me: _Member) -> dist.Store:
         store: dist.Store = _within(
             # A little more, so that TCPStore can say what it saw, and its thread does not come back while the process
             # ends, which aborts it.
-            me.timeout.total_seconds() + 3,
+            me.timeout.total_seconds() + 2,
             lambda: dist.TCPStore(host, port, me.world_size, serve, me.timeout, multi_tenant=serve),
         )
     except (RuntimeError, FutureTimeoutError) as error:
