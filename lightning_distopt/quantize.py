@@ -104,8 +104,10 @@ class NoCompression(Codec):
 
 
 @dataclass(frozen=True)
-class Float16(Codec):
-    """IEEE half precision: 11 significant bits. Values beyond 65504 become infinite, below 3e-8 zero."""
+class _Half(Codec):
+    """The nearest number of a type with 16 bits."""
+
+    half: ClassVar[torch.dtype]
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Two per value."""
@@ -113,30 +115,26 @@ class Float16(Codec):
         return _aligned(2 * numel)
 
     def encode(self, values: Tensor, out: Tensor, *, overwrite: bool = False) -> None:
-        """Round to the nearest half-precision number."""
-        _encode_as(torch.float16, values, out)
+        """Round to the nearest."""
+        _encode_as(self.half, values, out)
 
     def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
         """Widen, multiply and add."""
-        _decode_as(torch.float16, codes, out, alpha, beta)
+        _decode_as(self.half, codes, out, alpha, beta)
 
 
 @dataclass(frozen=True)
-class BFloat16(Codec):
+class Float16(_Half):
+    """IEEE half precision: 11 significant bits. Values beyond 65504 become infinite, below 3e-8 zero."""
+
+    half = torch.float16
+
+
+@dataclass(frozen=True)
+class BFloat16(_Half):
     """The upper half of a float32: 8 significant bits, and no overflow."""
 
-    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Two per value."""
-        _work_dtype(dtype)
-        return _aligned(2 * numel)
-
-    def encode(self, values: Tensor, out: Tensor, *, overwrite: bool = False) -> None:
-        """Round to the nearest bfloat16 number."""
-        _encode_as(torch.bfloat16, values, out)
-
-    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
-        """Widen, multiply and add."""
-        _decode_as(torch.bfloat16, codes, out, alpha, beta)
+    half = torch.bfloat16
 
 
 @dataclass(frozen=True)
