@@ -590,6 +590,12 @@ class DistributedModel(DistributedDataParallel):
         self.algorithm.finish()
 
 
+def start_alike(module: nn.Module, group: Group) -> None:
+    """Give every rank rank 0's parameters and buffers. Where all have seeded alike, as is usual, nothing is sent."""
+    if not replicas_agree(replica_of(module).values(), group):
+        sync_model(module, reduce_parameters=False, reduce_buffers=False, group=group)
+
+
 class ReplicaModel(nn.Module):
     """A model whose weights are exchanged around its optimizer's updates.
 
@@ -606,8 +612,7 @@ class ReplicaModel(nn.Module):
         self.algorithm = algorithm
         self.group = group
         self._device_id = device_id
-        if not replicas_agree(replica_of(module).values(), group):
-            sync_model(module, reduce_parameters=False, reduce_buffers=False, group=group)
+        start_alike(module, group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, with tensors moved to its device, as DistributedDataParallel does."""

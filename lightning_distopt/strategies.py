@@ -40,7 +40,7 @@ from lightning_distopt.collectives import (
     check_collective_allowed,
 )
 from lightning_distopt.distributed import mean_of_replicas_, sync_model
-from lightning_distopt.options import BaguaDistributedOption, DDPOption, DistributedBaseOption, TorchOption
+from lightning_distopt.options import BaguaDistributedOption, DDPOption, DistributedBaseOption, TorchOption, start_alike
 from lightning_distopt.replicas import check_replicas, load_replica_, replica_of, replicas_agree
 
 __all__ = ["DistOptBaguaStrategy", "DistOptDDPStrategy", "DistOptStrategy", "register_strategies"]
@@ -259,9 +259,7 @@ class DistOptStrategy(DDPStrategy):
         else:
             assert self.model is not None
             assert self._group is not None
-            # Where all ranks have seeded alike, as is usual, there is nothing to send.
-            if not replicas_agree(replica_of(self.model).values(), self._group):
-                sync_model(self.model, reduce_parameters=False, reduce_buffers=False, group=self._group)
+            start_alike(self.model, self._group)
 
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy's own registers on CUDA only, and drops the hook silently on CPU.
