@@ -71,6 +71,16 @@ class Codec(ABC):
             overwrite: whether ``values`` may be left with any content, which saves a buffer to work in.
         """
 
+    def round_(self, values: Tensor, out: Tensor) -> None:
+        """Write ``values`` as bytes, and what :meth:`decode` will make of these in their place.
+
+        Args:
+            values: as for :meth:`encode`; changed in place.
+            out: as for :meth:`encode`.
+        """
+        self.encode(values, out, overwrite=True)
+        self.decode(out, values)
+
     @abstractmethod
     def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
         """Set ``out`` to ``beta`` times itself and ``alpha`` times the decoded values.
@@ -162,37 +172,27 @@ class _Blocked(Codec):
         """Cut values and codes in pieces, a row per block; a shorter last block alone.
 
         Returns:
-            The scales of all blocks, [blocks, scales_per_block], and for every piece its values, its codes, its place
+            The scales of all blocks, [scales_per_block, blocks, 1], and for every piece its values, its codes, its place
             among the scales, and room to work in, which all pieces share: the values' own memory if that can be.
         """
         num_blocks, rest = divmod(values.numel(), self.block)
-        num_scales = (num_blocks + (rest > 0)) * self.scales_per_block
-        scales, codes = _sections(buffer, num_scales, dtype)
-        row_bytes = self._code_bytes(self.block)
-        end, end_bytes = num_blocks * self.block, num_blocks * row_bytes
+        scales, codes = _sections(buffer, (num_blocks + (rest > 0)) * self.scales_per_block, dtype)
         rows = max(1, _piece_numel(values) // self.block)
-        pieces = [
-            (piece, piece_codes, slice(i * rows, min((i + 1) * rows, num_blocks)))
-            for i, (piece, piece_codes) in enumerate(
-                zip(
-                    torch.split(values[:end].view(num_blocks, self.block), rows),
-                    torch.split(codes[:end_bytes].view(num_blocks, row_bytes), rows),
-                    strict=True,
-                )
-            )
-            if num_blocks
-        ]
+        shapes = [(first, min(rows, num_blocks - first), self.block) for first in range(0, num_blocks, rows)]
         if rest:
-            last_codes = codes[end_bytes : end_bytes + self._code_bytes(rest)]
-            pieces.append((values[end:].view(1, rest), last_codes.view(1, -1), slice(num_blocks, num_blocks + 1)))
+            shapes.append((num_blocks, 1, rest))
         in_place = in_place and values.dtype == dtype
-        work = values.new_empty(
-            0 if in_place else max((piece.numel() for piece, _, _ in pieces), default=0), dtype=dtype
-        )
-        return scales.view(-1, self.scales_per_block), [
-            (piece, piece_codes, place, piece if in_place else work[: piece.numel()].view(piece.shape))
-            for piece, piece_codes, place in pieces
-        ]
+        work = values
+        if not in_place:
+            work = values.new_empty(max((n * width for _, n, width in shapes), default=0), dtype=dtype)
+        pieces = []
+        for first, n, width in shapes:
+            start, row_bytes = first * self._code_bytes(self.block), self._code_bytes(width)
+            piece = values[first * self.block : first * self.block + n * width].view(n, width)
+            piece_codes = codes[start : start + n * row_bytes].view(n, row_bytes)
+            room = piece if in_place else work[: n * width].view(n, width)
+            pieces.append((piece, piece_codes, slice(first, first + n), room))
+        return scales.view(self.scales_per_block, -1, 1), pieces
 
     def _code_bytes(self, numel: int) -> int:
         return -(-numel // self.codes_per_byte)
@@ -232,26 +232,39 @@ class MinMaxUInt8(_Blocked):
 
     def encode(self, values: Tensor, out: Tensor, *, overwrite: bool = False) -> None:
         """Two passes: find the ranges of all blocks, then write the codes."""
+        self._encode(values, out, overwrite, rounded=False)
+
+    def round_(self, values: Tensor, out: Tensor) -> None:
+        """Two passes: the codes are decoded before they are bytes."""
+        self._encode(values, out, overwrite=True, rounded=True)
+
+    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+        """One pass."""
+        scales, pieces = self._rows(out, codes, _work_dtype(out.dtype), in_place=not beta)
+        centre, level = (scales if alpha == 1.0 else scales * alpha).unbind(0)
+        for piece, piece_codes, place, work in pieces:
+            _store(work.copy_(piece_codes).mul_(level[place]).add_(centre[place]), piece, beta)
+
+    def _encode(self, values: Tensor, out: Tensor, overwrite: bool, rounded: bool) -> None:
         dtype = _work_dtype(values.dtype)
         limits = torch.finfo(dtype)
         out[-ALIGNMENT:].zero_()  # padding
         scales, pieces = self._rows(values, out, dtype, in_place=overwrite)
-        low, high = values.new_empty(2, len(scales))
+        low, high = values.new_empty(scales.shape).unbind(0)
         for piece, _, place, _ in pieces:
             # Two reductions over the cached piece: a single aminmax is not vectorised, and slower.
-            torch.amin(piece, 1, out=low[place])
-            torch.amax(piece, 1, out=high[place])
+            torch.amin(piece, 1, keepdim=True, out=low[place])
+            torch.amax(piece, 1, keepdim=True, out=high[place])
         low, high = low.to(dtype), high.to(dtype)
-        half = high / 2 - low / 2
+        # As few operations as will do: on so few values, starting one takes longer than its work.
+        centre, level = scales.unbind(0)
+        half = (high * 0.5).sub_(low, alpha=0.5)
         # A hair more than 127.5, so that no decoded value is rounded beyond the largest float. The smallest normal
         # number still has a finite reciprocal, and 128 times the largest level does not overflow.
-        level = (half / 127.5001).clamp_(min=limits.tiny, max=limits.max / 128.001)
-        level = torch.where(half.isfinite(), level, half)
-        factor = level.reciprocal()[:, None]
-        level = level.mul_(high > low)
-        centre = (low + half).add_(level, alpha=0.5)
-        torch.stack([centre, level], dim=1, out=scales)
-        centre = centre[:, None]
+        torch.mul(half, 1 / 127.5001, out=level).clamp_(min=limits.tiny, max=limits.max / 128.001)
+        factor = level.reciprocal()
+        level.mul_(half.sign()).add_(half, alpha=0.0)  # 0 for equal values, NaN where half is not finite
+        torch.add(low, half, out=centre).add_(level, alpha=0.5)
         for piece, codes, place, work in pieces:
             if piece.dtype == dtype:
                 torch.sub(piece, centre[place], out=work)
@@ -259,13 +272,8 @@ class MinMaxUInt8(_Blocked):
                 work.copy_(piece).sub_(centre[place])
             # Where the range is a few float steps wide, the centre is rounded by many levels, and codes would wrap.
             codes.copy_(work.mul_(factor[place]).round_().clamp_(-128, 127))
-
-    def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
-        """One pass."""
-        scales, pieces = self._rows(out, codes, _work_dtype(out.dtype), in_place=not beta)
-        centre, level = (scales if alpha == 1.0 else scales * alpha)[:, :, None].unbind(1)
-        for piece, piece_codes, place, work in pieces:
-            _store(work.copy_(piece_codes).mul_(level[place]).add_(centre[place]), piece, beta)
+            if rounded:
+                _store(work.mul_(level[place]).add_(centre[place]), piece, 0.0)
 
 
 @dataclass(frozen=True)
@@ -291,11 +299,13 @@ class _Symmetric(_Blocked):
         out[-ALIGNMENT:].zero_()  # padding
         scales, pieces = self._rows(values, out, dtype, in_place=overwrite)
         for piece, codes, place, work in pieces:
-            peak = scales[place, 0]
+            peak = scales[0, place]
             work.copy_(piece)
             # Two reductions over the cached piece: a single aminmax or norm is not vectorised, and slower.
-            peak.copy_(torch.maximum(work.amax(1), work.amin(1).neg_()).clamp_(min=smallest))
-            work.mul_((peak / self.largest_code).reciprocal()[:, None]).round_()
+            peak.copy_(
+                torch.maximum(work.amax(1, keepdim=True), work.amin(1, keepdim=True).neg_()).clamp_(min=smallest)
+            )
+            work.mul_((peak / self.largest_code).reciprocal()).round_()
             self._pack(work, codes)
 
     def decode(self, codes: Tensor, out: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
@@ -304,7 +314,7 @@ class _Symmetric(_Blocked):
         for piece, piece_codes, place, work in pieces:
             self._unpack(piece_codes, work)
             # The rounded 1/n times n is exactly 1, for both n.
-            _store(work.mul_(1 / self.largest_code).mul_(scales[place] * alpha), piece, beta)
+            _store(work.mul_(1 / self.largest_code).mul_(scales[0, place] * alpha), piece, beta)
 
     @abstractmethod
     def _pack(self, work: Tensor, codes: Tensor) -> None:
