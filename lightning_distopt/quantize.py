@@ -172,8 +172,8 @@ class _Blocked(Codec):
         """Cut values and codes in pieces, a row per block; a shorter last block alone.
 
         Returns:
-            The scales of all blocks, [scales_per_block, blocks, 1], and for every piece its values, its codes, its place
-            among the scales, and room to work in, which all pieces share: the values' own memory if that can be.
+            The scales of all blocks, [scales_per_block, blocks, 1], and for every piece its values, its codes, its
+            place among the scales, and room to work in, which all pieces share: the values' own memory if that can be.
         """
         num_blocks, rest = divmod(values.numel(), self.block)
         scales, codes = _sections(buffer, (num_blocks + (rest > 0)) * self.scales_per_block, dtype)
