@@ -264,9 +264,11 @@ class Group:
         """
 
         def start() -> list[dist.Work]:
+            # gloo tells the peer that it may send, over the connection that carries what is sent to the peer: said
+            # after a large message, it would be heard only once that has arrived.
             operations = [
                 dist.P2POp(operation, tensor, group=self.process_group, tag=tag, group_peer=peer)
-                for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
+                for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
                 for tag, (peer, tensor) in enumerate(messages)
             ]
             works: list[dist.Work] = dist.batch_isend_irecv(operations)
@@ -645,8 +647,10 @@ class CompressedMean:
             self._error.copy_(self.flat.add_(self._error))
         for k, piece in enumerate(self._pieces(self._codes)):
             if k != self._group.rank:
-                self._codec.encode(self._chunks[k], self._of(self._chunks[k], piece), overwrite=True)
-                self._take_from_error(k, piece, 1.0)
+                codes = self._of(self._chunks[k], piece)
+                self._codec.encode(self._chunks[k], codes, overwrite=True)
+                if self._error is not None:
+                    self._codec.decode(codes, self._chunk(self._error, k), alpha=-1.0, beta=1.0)
         self._received = self._room_in_flat()
         self._pending = self._group.all_to_all(self._received, self._codes)
 
@@ -656,8 +660,6 @@ class CompressedMean:
             return
         self._pending.wait()
         own = self._chunks[self._group.rank]
-        if self._error is not None:
-            self._chunk(self._error, self._group.rank).zero_()
         beta = self._alpha  # of the own values, when the first of the others' is added
         for k, piece in enumerate(self._pieces(self._received)):
             if k != self._group.rank:
@@ -667,11 +669,12 @@ class CompressedMean:
             self._group.give_back(self._received)
         # All sends are done, so the same buffer takes the means; the own one is encoded into its place there.
         mean = self._codes[self._group.rank * self._chunk_bytes :][: self._chunk_bytes]
-        self._codec.encode(own, self._of(own, mean), overwrite=self._error is None)
-        if self._error is not None:
-            # In the next mean this rank's part counts alpha times.
-            self._chunk(self._error, self._group.rank).add_(own, alpha=1 / self._alpha)
-            self._take_from_error(self._group.rank, mean, 1 / self._alpha)
+        error = None if self._error is None else self._chunk(self._error, self._group.rank)
+        if error is not None:
+            torch.mul(own, 1 / self._alpha, out=error)  # in the next mean this rank's part counts alpha times
+        self._codec.round_(own, self._of(own, mean))
+        if error is not None:
+            error.sub_(own, alpha=1 / self._alpha)
         self._pending = self._group.all_gather(self._codes, mean)
 
     def finish(self) -> Tensor:
@@ -679,8 +682,9 @@ class CompressedMean:
         if self._nothing_to_send:
             return self.flat
         self._pending.wait()
-        for chunk, piece in zip(self._chunks, self._pieces(self._codes), strict=True):
-            self._codec.decode(self._of(chunk, piece), chunk)
+        for k, (chunk, piece) in enumerate(zip(self._chunks, self._pieces(self._codes), strict=True)):
+            if k != self._group.rank:  # the own one is there
+                self._codec.decode(self._of(chunk, piece), chunk)
         self._group.give_back(self._codes)
         return self.flat
 
@@ -709,10 +713,6 @@ class CompressedMean:
     def _chunk(self, flat: Tensor, k: int) -> Tensor:
         return flat[min(k * self._chunk_numel, flat.numel()) : (k + 1) * self._chunk_numel]
 
-    def _take_from_error(self, k: int, piece: Tensor, factor: float) -> None:
-        if self._error is not None:
-            chunk = self._chunk(self._error, k)
-            self._codec.decode(self._of(chunk, piece), chunk, alpha=-factor, beta=1.0)
 
     def _pieces(self, buffer: Tensor) -> Iterable[Tensor]:
         return buffer.view(self._group.size, -1).unbind()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import run_ranks
 
-from lightning_distopt.algorithms import ALGORITHMS, QAdamOptimizer, make_algorithm
+from lightning_distopt.advise import DryGroup, Start, Wait
+from lightning_distopt.algorithms import ALGORITHMS, ByteGrad, QAdamOptimizer, make_algorithm
 from lightning_distopt.algorithms.base import BucketHook
 from lightning_distopt.collectives import Group
 
@@ -239,3 +241,27 @@ def test_wrong_names_are_answered_with_the_right_ones():
 def test_every_algorithm_has_a_case_and_an_oracle():
     """No algorithm escapes the contract."""
     assert set(ALGORITHMS) == set(ORACLES) == {name for name, _ in CASES}
+
+
+@pytest.mark.parametrize("num_buckets", range(1, 10))
+def test_something_is_on_its_way_while_a_bucket_is_encoded(num_buckets):
+    """Only the first and the last buckets wait for all that was sent; else the link would stand still meanwhile."""
+    group = DryGroup(2)
+    algorithm = ByteGrad()
+    algorithm.setup(nn.Linear(1, 1), [], group)
+    futures = [
+        algorithm.reduce(
+            SimpleNamespace(
+                index=lambda i=i: i, buffer=lambda: torch.randn(5000), is_last=lambda i=i: i == num_buckets - 1
+            )
+        )
+        for i in range(num_buckets)
+    ]
+    started = nothing_left = 0
+    for event in group.trace:
+        started += isinstance(event, Start)
+        nothing_left += isinstance(event, Wait) and event.start == started - 1
+
+    assert all(future.done() for future in futures)
+    assert started == 2 * num_buckets
+    assert nothing_left <= 3

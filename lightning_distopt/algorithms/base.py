@@ -138,9 +138,15 @@ class Algorithm:
 class GradientExchange(Algorithm):
     """Base of the algorithms that replace every bucket of gradients by its mean over ranks.
 
-    In bucket i's hook bucket i - 2 completes, bucket i's first exchange starts, and the second one of bucket i - 1: so
-    encoding, both exchanges and backward overlap without a thread, and collectives match on all ranks, since all are
-    issued in bucket order from the thread that runs backward.
+    A bucket is exchanged in two stages (all-to-all and all-gather of :class:`CompressedMean`). In bucket i's hook
+    bucket i - 2 completes, bucket i's first stage starts, and the second one of bucket i - 1: so encoding, both stages
+    and backward overlap without a thread. Collectives match on all ranks, since all are issued in bucket order from
+    the thread that runs backward. A link sends what was started first, so hooks take turns in what they do first, and
+    something is always on its way while they encode::
+
+        under way          first stage of i - 1, second of i - 2       second stage of i - 2, first of i - 1
+        hook i             second of i - 1, complete i - 2, first of i  complete i - 2, first of i, second of i - 1
+        then under way     second of i - 1, first of i                 first of i, second of i - 1
 
     Attributes:
         hierarchical: average inside the node first, then between nodes.
@@ -179,16 +185,23 @@ class GradientExchange(Algorithm):
         else:
             mean = NodeMean(flat, self._hierarchy, between, self.average)
         future: Future[Tensor] = Future(devices=[flat.device] if flat.device.type == "cuda" else None)
+        second_stage_first = bucket.index() % 2 == 1
+        previous = self._under_way[-1][0] if self._under_way else None
+        if previous is not None and second_stage_first:
+            previous.gather()
         if len(self._under_way) > 1:
-            self._complete_oldest()  # first, so that no more than two buckets are held in encoded form
+            self._complete_oldest()  # before the next starts, so that two buckets at most are held in encoded form
         mean.scatter()
         self._under_way.append((mean, future))
-        if len(self._under_way) > 1:
-            self._under_way[-2][0].gather()
+        if previous is not None and not second_stage_first:
+            previous.gather()
         if bucket.is_last():
+            if not second_stage_first:
+                mean.gather()  # while the one before travels
             while len(self._under_way) > 1:
-                self._complete_oldest()  # while the last one's first exchange travels
-            mean.gather()
+                self._complete_oldest()
+            if second_stage_first:
+                mean.gather()
             self._complete_oldest()
         return future
 
