@@ -713,7 +713,6 @@ class CompressedMean:
     def _chunk(self, flat: Tensor, k: int) -> Tensor:
         return flat[min(k * self._chunk_numel, flat.numel()) : (k + 1) * self._chunk_numel]
 
-
     def _pieces(self, buffer: Tensor) -> Iterable[Tensor]:
         return buffer.view(self._group.size, -1).unbind()
 
