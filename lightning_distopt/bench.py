@@ -340,26 +340,29 @@ def advise(args: argparse.Namespace, group: Group, workload: Workload) -> dict[s
     show(args, "compute")
     measure_compute(workload, times)
     freeze_unused(workload.module)
-    costs = measure_link(args, group)
-    predictions, rows = [], []
-    for entry in args.algorithms:
-        tries, measured_ms = [], []
-        for _ in range(args.rounds if args.verify else 1):
+    tries: dict[str, list[Prediction]] = {entry: [] for entry in args.algorithms}
+    measured_ms: dict[str, list[float]] = {entry: [] for entry in args.algorithms}
+    # A machine's speed changes in a minute: each measurement stands beside a prediction of its own.
+    for _ in range(args.rounds if args.verify else 1):
+        costs = measure_link(args, group)
+        for entry in args.algorithms:
             show(args, f"predicting {entry}")
             if args.verify:
-                times.clear()  # a machine's speed changes in a minute: each measurement beside a prediction of its own
+                times.clear()
             compute = measure_compute(workload, times)
             predicted = predict(entry, replace(workload), compute, costs, group.size, alone)
             gc.collect()  # an old DDP's hooks go with it
-            tries.append(max(group.gather_objects(predicted), key=lambda prediction: prediction.step_ms))
+            tries[entry].append(max(group.gather_objects(predicted), key=lambda prediction: prediction.step_ms))
             if args.verify:
-                measured_ms.append(verify(entry, args, group, workload, compute))
-        predictions.append(sorted(tries, key=lambda prediction: prediction.step_ms)[len(tries) // 2])
-        chosen = predictions[-1]
+                measured_ms[entry].append(verify(entry, args, group, workload, compute))
+    predictions, rows = [], []
+    for entry in args.algorithms:
+        chosen = sorted(tries[entry], key=lambda prediction: prediction.step_ms)[len(tries[entry]) // 2]
+        predictions.append(chosen)
         rows.append({"name": entry, "predicted_ms": chosen.step_ms, "sent_mb": chosen.sent_mb})
         if args.verify:
-            errors = [one.step_ms / ms - 1 for one, ms in zip(tries, measured_ms, strict=True)]
-            rows[-1] |= {"measured_ms": statistics.median(measured_ms), "error": statistics.median(errors)}
+            errors = [one.step_ms / ms - 1 for one, ms in zip(tries[entry], measured_ms[entry], strict=True)]
+            rows[-1] |= {"measured_ms": statistics.median(measured_ms[entry]), "error": statistics.median(errors)}
     show(args, "")
     add_ratios(rows, "predicted_ms")
     reduce = costs["all-reduce"]
@@ -485,7 +488,7 @@ def measure_link(args: argparse.Namespace, group: Group) -> dict[str, Cost]:
         seconds(small[kind], 3)
         latency, _ = seconds(small[kind], 30)
         once, _ = seconds(exchange, 1)
-        rounds = 11 if once < 0.02 else 3
+        rounds = max(3, min(51, int(0.2 / once)))
         alone, _ = seconds(exchange, rounds)
         longest, _ = seconds(largest[kind], rounds)
         busy, processor = seconds(exchange, rounds, under_way=8)
