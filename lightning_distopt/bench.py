@@ -693,20 +693,23 @@ def shaped_network(nproc: int, rate: str) -> Iterator[list[list[str]]]:
             raise SystemExit(f"--rate {rate}: {command!r} failed: {ended.stderr.strip()}")
 
     names = [f"{tag}n{rank}" for rank in range(nproc)]
+    ports = [f"{tag}v{rank}" for rank in range(nproc)]
     try:
         run(f"ip link add {tag} type bridge")
         run(f"ip link set {tag} up")
-        for rank, name in enumerate(names):
+        for rank, (name, port) in enumerate(zip(names, ports, strict=True)):
             run(f"ip netns add {name}")
-            run(f"ip link add {tag}v{rank} type veth peer name eth0 netns {name}")
-            run(f"ip link set {tag}v{rank} master {tag} up")
+            run(f"ip link add {port} type veth peer name eth0 netns {name}")
+            run(f"ip link set {port} master {tag} up")
             run(f"ip -n {name} addr add 10.123.0.{rank + 1}/24 dev eth0")
             run(f"ip -n {name} link set lo up")
             run(f"ip -n {name} link set eth0 up")
             run(f"tc -n {name} qdisc add dev eth0 root tbf rate {rate} burst 256kb latency 200ms")
         yield [["ip", "netns", "exec", name] for name in names]
     finally:
-        for name in names:
+        for name, port in zip(names, ports, strict=True):
+            # A namespace lives on, and its end of the cable with it, until the last process in it has ended.
+            subprocess.run(["ip", "link", "del", port], check=False, capture_output=True)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", tag], check=False, capture_output=True)
 

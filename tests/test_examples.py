@@ -24,7 +24,9 @@ def example(monkeypatch):
 
 def run_example(script, *options):
     command = [sys.executable, EXAMPLES / script, *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended
 
 
 def result(strategy="distopt_ddp", losses=(3.0, 2.0), seconds=(5.0, 10.0), sent=100):
@@ -73,7 +75,6 @@ def test_tokens_are_compared_and_kept(tmp_path):
     assert (again.stdout, again.stderr) == (first.stdout, "")
 
 
-@pytest.mark.skipif("SLOW_LINK" not in os.environ, reason="takes minutes: SLOW_LINK=1 runs it")
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2")
 @pytest.mark.timeout(900)
