@@ -15,9 +15,9 @@ BlockInt4          0.504                    1/14 of the largest absolute value i
 
 What holds for all of them:
 
-- Finite values decode to finite values (Float16: up to 65504). Where a value is infinite or NaN, all values
-  that share a scale with it decode to infinities or NaNs, never to wrong finite numbers: a gradient scaler
-  sees it.
+- Finite values decode to finite values (Float16: up to 65504; BFloat16: up to 1 - 2^-8 of the type's largest).
+  Where a value is infinite or NaN, all values that share a scale with it decode to infinities or NaNs, never to
+  wrong finite numbers: a gradient scaler sees it.
 - The same bytes decode to the same values on every machine, so that replicas stay equal. For this reason
   products and sums are separate operations: fused, they would round differently on another processor.
 - The code is the same for CPU and CUDA, and never makes the host wait for the GPU.
@@ -142,7 +142,7 @@ class Float16(_Half):
 
 @dataclass(frozen=True)
 class BFloat16(_Half):
-    """The upper half of a float32: 8 significant bits, and no overflow."""
+    """The upper half of a float32: 8 significant bits; the last 1/256 of its range may become infinite."""
 
     half = torch.bfloat16
 
@@ -211,9 +211,9 @@ class MinMaxUInt8(_Blocked):
 
         c = round((v - centre) / level) in -128..127,   v' = centre + c * level,   centre = (lo + hi + level) / 2
 
-    Layout: centre and level of all blocks (float32; float64 for float64 values), then c as one byte per value. A block
-    of equal values has level 0 and comes back exactly. If a value is not finite, neither is the level of its block, and
-    so no decoded value of the block is.
+    Layout: the centres of all blocks, their levels (float32; float64 for float64 values), c as one byte per value. A
+    block of equal values has level 0 and comes back exactly. If a value is not finite, neither is the level of its
+    block, and so no decoded value of the block is.
 
     Source: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021, arXiv:2107.01499.
     Differs from Bagua: Bagua rounds v * 255 / (hi - lo + 1e-7), which is too coarse for ranges around 1e-7 and below,

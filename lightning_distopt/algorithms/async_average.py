@@ -153,7 +153,8 @@ class AsyncModelAverage(WeightExchange):
         self._pending = None
         for change, snapshot in zip(self._change, self._snapshot, strict=True):
             # In pieces, which a CPU still has in its cache for the second operation.
-            for piece, start in zip(change.split(PIECE_NUMEL), snapshot.split(PIECE_NUMEL), strict=True):
+            numel = PIECE_NUMEL if change.device.type == "cpu" else max(1, change.numel())
+            for piece, start in zip(change.split(numel), snapshot.split(numel), strict=True):
                 piece.div_(self.group.size).sub_(start)
         self._arrived = True
 

@@ -198,7 +198,7 @@ class LowPrecisionDecentralized(WeightExchange):
     Sends 2N bytes per rank and exchange (N elements), and 8 bytes for every 4096 of them; at
     W = 2 both neighbours are one rank, which gets N. Blocks after the update: each slice of a parameter has extremes
     of its own, and while some slices travel the next ones are encoded. Adds three copies of the weights in
-    memory (two at W = 2), and about 12 MB of messages and scratch (on CUDA 70 MB); hierarchical, a fourth copy during
+    memory (two at W = 2), and about 14 MB of messages and scratch (on CUDA 70 MB); hierarchical, a fourth copy during
     an exchange.
     Replicas differ. State: the number of updates, and the three replicas.
 
