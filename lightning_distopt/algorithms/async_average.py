@@ -14,8 +14,6 @@ from lightning_distopt.collectives import Group, Pending
 
 __all__ = ["AsyncModelAverage"]
 
-PIECE_NUMEL = 2**18
-
 
 class AsyncModelAverage(WeightExchange):
     """Ranks train on their own; in rounds, beside training, their weights are averaged.
@@ -152,10 +150,7 @@ class AsyncModelAverage(WeightExchange):
             pending.wait()
         self._pending = None
         for change, snapshot in zip(self._change, self._snapshot, strict=True):
-            # In pieces, which a CPU still has in its cache for the second operation.
-            numel = PIECE_NUMEL if change.device.type == "cpu" else max(1, change.numel())
-            for piece, start in zip(change.split(numel), snapshot.split(numel), strict=True):
-                piece.div_(self.group.size).sub_(start)
+            change.div_(self.group.size).sub_(snapshot)
         self._arrived = True
 
     def _add_change(self) -> None:
